@@ -1,0 +1,313 @@
+"""The command line: a table of plain functions.
+
+What a command prints for people goes to standard output, errors go to standard error. `main` turns every RankoneError into one
+readable message and an exit code; anything else is a bug and keeps its traceback.
+"""
+
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from rankone import __version__
+from rankone.checkpoint import write_json
+from rankone.config import fields, to_yaml
+from rankone.errors import ConfigError, RankoneError
+from rankone.experiments import ExperimentConfig, experiment_config, experiment_file, experiment_names
+from rankone.experiments.run import Summary, can_report, evaluate_run, read_config, reopen
+from rankone.experiments.run import run as run_experiment
+from rankone.report import write_report
+from rankone.targets import save_target, train_until_good
+from rankone.train import Interrupted, checkpoints
+from rankone.trackers import Progress as TrainingProgress
+
+app = App(
+    name="rankone",
+    help="Stochastic Parameter Decomposition: take a trained network's weight matrices apart into rank-one mechanisms.",
+    version=__version__,
+)
+config_app = App(name="config", help="Look at settings.")
+app.command(config_app)
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+Override = Annotated[
+    str,
+    Parameter(
+        allow_leading_hyphen=True,
+        help="Any setting as key=value, for instance optimizer.lr=1e-3 (--optimizer.lr 1e-3 works too).",
+    ),
+]
+
+
+@app.command(name="list")
+def list_experiments() -> None:
+    """List every shipped experiment: what it should recover and how long it takes."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("experiment", "what a correct decomposition finds", "default preset", "paper preset"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "experiment")
+    for name in experiment_names():
+        file = experiment_file(name)
+        table.add_row(name, file.recovers, file.takes["default"], file.takes["paper"])
+    console.print(table)
+    console.print("\nTimes are of full runs on two CPU cores. Start one with: rankone run NAME")
+
+
+@app.command
+def run(
+    experiment: str,
+    /,
+    *settings: Override,
+    preset: str | None = None,
+    out: Path | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+) -> None:
+    """Decompose a network: train, evaluate, draw, report.
+
+    Parameters
+    ----------
+    experiment
+        A name from `rankone list`, a config.yaml, or the directory of an earlier run (with --resume).
+    preset
+        `default`, or `paper` for the paper's settings to the letter.
+    out
+        The run directory; runs/NAME-PRESET-seedN if not given.
+    seed
+        Decides initialisation, data and masks.
+    steps
+        Training steps; fewer than the experiment's own give a quick look, not a result.
+    resume
+        Go on from the newest checkpoint in the run directory.
+    """
+    directory = Path(experiment)
+    if (directory / "config.yaml").is_file():
+        if not resume:
+            raise ConfigError(f"{directory} is a run directory. Add --resume to go on with it.")
+        if preset is not None or seed is not None or steps is not None or settings:
+            raise ConfigError(f"{directory} is resumed with its own settings; leave out --preset, --seed, --steps and overrides.")
+        config, out = read_config(directory), out or directory
+    else:
+        config = experiment_config(experiment, preset=preset, seed=seed, steps=steps, assignments=assignments(settings))
+    out = out or Path("runs") / f"{config.experiment}-{config.preset}-seed{config.seed}"
+    if not can_report():
+        errors.print("Note: matplotlib or jinja2 is missing, so there will be no figures and no report. pip install 'rankone\\[report]'")
+    console.print(f"{config.title or config.experiment}: preset {config.preset}, seed {config.seed}, {config.steps:,} steps, into {out}", soft_wrap=True)
+    found = checkpoints(out)
+    if resume:
+        console.print(f"Resuming from {found[-1].name}." if found else "There is no checkpoint yet: starting at step 0.")
+    try:
+        with _Display(config.steps) as display:
+            summary = run_experiment(config, out, resume=resume, observer=display, say=display.say)
+    except Interrupted as stop:
+        errors.print(f"\n{stop}\nGo on with: rankone run {shlex.quote(str(out))} --resume", soft_wrap=True)
+        raise SystemExit(128 + stop.signum) from None
+    _print_summary(summary)
+    console.print(f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}", soft_wrap=True)
+
+
+@config_app.command
+def show(
+    experiment: str, /, *settings: Override, preset: str | None = None, seed: int | None = None, steps: int | None = None
+) -> None:
+    """Print the complete settings of an experiment as YAML; save it, change it, and give it to `rankone run`.
+
+    Parameters
+    ----------
+    experiment
+        A name from `rankone list`, or a config.yaml.
+    preset
+        `default`, or `paper` for the paper's settings to the letter.
+    seed
+        Decides initialisation, data and masks.
+    steps
+        Training steps.
+    """
+    config = experiment_config(experiment, preset=preset, seed=seed, steps=steps, assignments=assignments(settings))
+    print(to_yaml(config), end="")
+
+
+@config_app.command
+def explain(experiment: str = "tms_5-2", /) -> None:
+    """Explain every setting: its dotted name, its value in an experiment, and what it does.
+
+    Parameters
+    ----------
+    experiment
+        The experiment whose values are shown.
+    """
+    config = experiment_config(experiment)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=24)
+    table.add_column("meaning", overflow="fold")
+    for path, value, doc in fields(ExperimentConfig, config.model_dump(mode="json")):
+        table.add_row(path, Text(str(value)), Text(doc))
+    console.print(table)
+
+
+@app.command
+def train_target(experiment: str, /, *, seed: int | None = None, out: Path | None = None) -> None:
+    """Train the target network of an experiment with the paper's recipe, until one passes the check of a good target.
+
+    Parameters
+    ----------
+    experiment
+        A name from `rankone list`, or a config.yaml.
+    seed
+        The first seed to try; the pinned target's if not given.
+    out
+        Where to write it; targets/NAME-seedN.safetensors if not given.
+    """
+    config = experiment_config(experiment)
+    target = config.target
+    first = target.training.seed if seed is None else seed
+    for attempt, model, loss, good, numbers in train_until_good(target, first):
+        verdict = "[green]good[/]" if good else "[red]not good[/]"
+        console.print(f"seed {attempt}: loss {loss:.6f}, {verdict}  " + ", ".join(f"{k} {v:.3f}" for k, v in numbers.items()))
+        if good:
+            path = out or Path("targets") / f"{config.experiment}-seed{attempt}.safetensors"
+            sha = save_target(path, model, target, attempt)
+            same = sha == target.sha256
+            console.print(f"Wrote {path}\nSHA-256 {sha}{', the same as the pinned target' if same else ''}", soft_wrap=True)
+            if not same:
+                weights = shlex.quote(f"target.weights={path}")
+                console.print(f"Decompose it with: rankone run {experiment} {weights} target.sha256={sha}", soft_wrap=True)
+
+
+@app.command
+def evaluate(directory: Path, /) -> None:
+    """Evaluate a finished run again and print its numbers; summary.json is brought up to date.
+
+    Parameters
+    ----------
+    directory
+        A run directory.
+    """
+    config, result, summary = reopen(directory)
+    summary |= evaluate_run(config, result).to_dict()
+    write_json(directory / "summary.json", summary)
+    _print_summary(summary)
+
+
+@app.command
+def report(directory: Path, /) -> None:
+    """Draw the figures and write report.html of a finished run again.
+
+    Parameters
+    ----------
+    directory
+        A run directory.
+    """
+    if not can_report():
+        raise ConfigError("A report needs matplotlib and jinja2. Install them with: pip install 'rankone[report]'")
+    config, result, summary = reopen(directory)
+    console.print(f"Report: {write_report(directory, config, result, evaluate_run(config, result), summary)}")
+
+
+def assignments(tokens: tuple[str, ...]) -> list[str]:
+    """Overrides in any of the forms people type (`a.b=1`, `--a.b=1`, `--a.b 1`), as `a.b=1`."""
+    result: list[str] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        key = token.removeprefix("--")
+        if "=" not in key and token.startswith("--"):
+            if not rest:
+                raise ConfigError(f"{token} has no value, or is no option of this command. Write key=value, for instance seed=1.")
+            key = f"{key}={rest.pop(0)}"
+        result.append(key)
+    return result
+
+
+def _print_summary(summary: Summary) -> None:
+    verdict = {True: "[bold green]recovered[/]", False: "[bold red]not recovered[/]", None: "no ground truth known"}
+    console.print(f"\n{escape(summary['experiment'])}, seed {summary['seed']}: {verdict[summary['recovered']]}")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("matrix", "pattern", "errors", "alive", "L0"):
+        table.add_column(heading, justify="left" if heading in ("matrix", "pattern") else "right")
+    for name, alive in summary["n_alive"].items():
+        check = summary["checks"].get(name, {"pattern": "-", "errors": "-"})
+        pattern = f"{check['pattern']} {check['expected']}" if "expected" in check else "-"
+        table.add_row(name, pattern, str(check["errors"]), str(alive), f"{summary['l0'][name]:.3f}")
+    console.print(table)
+    if summary["mmcs"] is not None:
+        console.print(f"MMCS {summary['mmcs']:.4f}, ML2R {summary['ml2r']:.4f} over alive subcomponents of {summary['similarity_of']}")
+    masks = ", ".join(f"{name} {value:.2e}" for name, value in summary["reconstruction"].items())
+    console.print(f"Divergence from the target under masks: {masks}")
+    memory = f", {summary['peak_rss_mb']:.0f} MB at most" if summary["peak_rss_mb"] else ""
+    console.print(f"{summary['wall_seconds']:.0f} s, {summary['ms_per_step']:.2f} ms/step{memory}")
+
+
+class _Pace(ProgressColumn):
+    """Milliseconds per step and time left, as of the last log step."""
+
+    def render(self, task: Task) -> Text:
+        if "pace" not in task.fields:
+            return Text("")
+        minutes, seconds = divmod(int(task.fields["left"]), 60)
+        return Text(f"{task.fields['pace']:.1f} ms/step, {minutes}:{seconds:02d} left")
+
+
+class _Display:
+    """Live progress: a bar on a terminal, a line every few seconds elsewhere."""
+
+    SECONDS_BETWEEN_LINES = 10.0
+
+    def __init__(self, steps: int) -> None:
+        self._bar = Progress(
+            BarColumn(bar_width=24), MofNCompleteColumn(), _Pace(), TextColumn("{task.fields[numbers]}"), console=console, auto_refresh=True
+        )
+        self._task = self._bar.add_task("", total=steps, numbers="")
+        self._spoke = -self.SECONDS_BETWEEN_LINES
+
+    def __enter__(self) -> "_Display":
+        if console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, message: str) -> None:
+        console.print(message)
+
+    def __call__(self, progress: TrainingProgress) -> None:
+        losses, l0 = progress.record["loss"], progress.record["l0"]
+        short = {"faithfulness": "faith", "stochastic_recon": "recon", "stochastic_recon_layerwise": "layer", "importance_minimality": "min"}
+        numbers = " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
+        numbers += "  L0 " + "/".join(f"{value:.2f}" for value in l0.values())
+        if console.is_terminal:
+            self._bar.update(
+                self._task, completed=progress.step, pace=progress.ms_per_step, left=progress.seconds_left, numbers=numbers
+            )
+        elif time.monotonic() - self._spoke >= self.SECONDS_BETWEEN_LINES or progress.step == progress.steps:
+            self._spoke = time.monotonic()
+            left = f"{progress.seconds_left:.0f} s left"
+            print(f"step {progress.step}/{progress.steps}  {numbers}  {progress.ms_per_step:.1f} ms/step, {left}", flush=True)
+
+
+def main() -> None:
+    """Run the command line; every expected failure becomes one message and an exit code."""
+    try:
+        app()
+    except RankoneError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(1) from None
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        errors.print(f"[bold red]error:[/] cannot read or write{where}: {error.strerror or error}", soft_wrap=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        errors.print("Interrupted.")
+        raise SystemExit(128 + signal.SIGINT) from None

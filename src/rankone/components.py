@@ -1,0 +1,90 @@
+"""Rank-one subcomponents: a matrix W written as a sum of C outer products, W ≈ U V.
+
+Column `U[:, c]` is what subcomponent c writes, row `V[c, :]` is what it reads. Nothing here knows
+about modules, masks or importances: see adapters.py for how a layer reads and writes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rankone.errors import ConfigError, near_matches
+
+Factors = tuple[Float[Tensor, "d_out C"], Float[Tensor, "C d_in"]]
+
+
+class Subcomponents(nn.Module):
+    """The C rank-one subcomponents of one matrix, as trainable factors."""
+
+    def __init__(self, U: Float[Tensor, "d_out C"], V: Float[Tensor, "C d_in"]) -> None:
+        super().__init__()
+        self.U = nn.Parameter(U)
+        self.V = nn.Parameter(V)
+
+    @property
+    def C(self) -> int:
+        return self.U.shape[1]
+
+    def weight(self) -> Float[Tensor, "d_out d_in"]:
+        """The sum of all subcomponents."""
+        return self.U @ self.V
+
+    def matrices(self) -> Float[Tensor, "C d_out d_in"]:
+        """Every subcomponent as a matrix of its own."""
+        return torch.einsum("oc,ci->coi", self.U, self.V)
+
+
+class TiedSubcomponents(Subcomponents):
+    """A view of another layer's subcomponents: the same parameters, transposed or as they are.
+
+    It owns no parameter, so that an optimiser sees the shared factors exactly once.
+    """
+
+    def __init__(self, source: Subcomponents, *, transposed: bool) -> None:
+        nn.Module.__init__(self)
+        # Not a registered submodule: the parameters belong to the source alone.
+        object.__setattr__(self, "_source", source)
+        self.transposed = transposed
+
+    @property
+    def U(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.V.T if self.transposed else self._source.U
+
+    @property
+    def V(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.U.T if self.transposed else self._source.V
+
+
+def overlap_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Generator) -> Factors:
+    """Random unit read and write vectors; each write vector is scaled by its product's overlap with W.
+
+    The overlap of `u v` with W is `u · W v`, so a subcomponent starts large where it already explains
+    something of the matrix.
+    """
+    V = torch.nn.functional.normalize(torch.randn(C, W.shape[1], generator=generator, dtype=W.dtype), dim=1)
+    U = torch.nn.functional.normalize(torch.randn(W.shape[0], C, generator=generator, dtype=W.dtype), dim=0)
+    overlap = torch.einsum("oc,oi,ci->c", U, W, V)
+    return U * overlap, V
+
+
+def kaiming_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Generator) -> Factors:
+    """Gaussian factors that keep the scale of activations: V has fan d_in, U has fan C, linear gain."""
+    V = torch.randn(C, W.shape[1], generator=generator, dtype=W.dtype) / W.shape[1] ** 0.5
+    U = torch.randn(W.shape[0], C, generator=generator, dtype=W.dtype) / C**0.5
+    return U, V
+
+
+INITS: dict[str, Callable[[Tensor, int, torch.Generator], Factors]] = {
+    "overlap": overlap_init,
+    "kaiming": kaiming_init,
+}
+
+
+def make_subcomponents(W: Float[Tensor, "d_out d_in"], C: int, init: str, generator: torch.Generator) -> Subcomponents:
+    """Fresh subcomponents for W. Numbers are drawn on the CPU, so a seed means the same on every device."""
+    if init not in INITS:
+        raise ConfigError(f"Unknown initialisation {init!r}. {near_matches(init, INITS)}")
+    U, V = INITS[init](W.detach().cpu(), C, generator)
+    return Subcomponents(U.to(W.device), V.to(W.device))

@@ -1,0 +1,164 @@
+"""Batches, where they come from, and the random numbers of a step.
+
+Randomness is a function of (seed, stream, step), never of what ran before: a resumed run draws exactly what
+the uninterrupted one would have drawn, without saving any generator's state. Data is either a *sampler*, a
+callable that draws a batch from a generator, or any re-iterable (list, DataLoader), which is cycled through.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rankone.errors import BatchError
+
+
+@dataclass(frozen=True)
+class WeightedBatch:
+    """A batch whose rows count with different weights in every loss.
+
+    For data in which equal rows are common: merge them into one row with their number as its weight.
+    `inputs` is what the model takes; `weights` has one entry per row.
+    """
+
+    inputs: Any
+    weights: Float[Tensor, " rows"]
+
+    @classmethod
+    def merging_zero_rows(cls, x: Float[Tensor, "rows features"]) -> "WeightedBatch":
+        """The batch `x` with all rows of zeros merged into one: the same losses, for a fraction of the work."""
+        nonzero = x.any(dim=1)
+        kept = x[nonzero]
+        zeros = x.shape[0] - kept.shape[0]
+        weights = torch.ones(kept.shape[0] + bool(zeros), dtype=x.dtype, device=x.device)
+        if zeros:
+            kept = torch.cat([kept, x.new_zeros(1, x.shape[1])])
+            weights[-1] = zeros
+        return cls(kept, weights)
+
+
+Batch = Tensor | tuple | list | Mapping | WeightedBatch
+Sampler = Callable[[torch.Generator], Batch]
+Data = Sampler | Iterable[Batch]
+
+
+def seed_for(seed: int, stream: str, step: int = 0) -> int:
+    """A well-mixed seed for one use of randomness at one step."""
+    digest = hashlib.blake2b(f"{seed}/{stream}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator_for(seed: int, stream: str, step: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed_for(seed, stream, step))
+
+
+def inputs_of(batch: Batch) -> Any:
+    return batch.inputs if isinstance(batch, WeightedBatch) else batch
+
+
+def weights_of(batch: Batch) -> Tensor | None:
+    return batch.weights if isinstance(batch, WeightedBatch) else None
+
+
+def call_with(model: Callable[..., Any], batch: Batch) -> Any:
+    """Call a model the way the batch's form says: tensor, tuple of arguments, or dict of keywords."""
+    inputs = inputs_of(batch)
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    raise BatchError(
+        f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional arguments of the model), "
+        "a dict (keyword arguments) or a WeightedBatch of one of these."
+    )
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise if a batch is empty or holds NaN or infinite numbers."""
+    for where, tensor in _tensors(inputs_of(batch)):
+        if tensor.numel() == 0:
+            raise BatchError(f"The batch{where} is empty: its shape is {tuple(tensor.shape)}.")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            nan = int(torch.isnan(tensor).sum())
+            inf = int(torch.isinf(tensor).sum())
+            raise BatchError(
+                f"The batch{where} of shape {tuple(tensor.shape)} holds {nan} NaN and {inf} infinite values; "
+                "every value must be finite. Clean the data before decomposing."
+            )
+    weights = weights_of(batch)
+    if weights is not None and not (bool((weights >= 0).all()) and bool(weights.sum() > 0)):
+        raise BatchError("The weights of a WeightedBatch must be non-negative numbers with a positive sum.")
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    if isinstance(batch, WeightedBatch):
+        return WeightedBatch(to_device(batch.inputs, device), batch.weights.to(device))
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, tuple | list):
+        return tuple(x.to(device) if isinstance(x, Tensor) else x for x in batch)
+    if isinstance(batch, Mapping):
+        return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
+    return batch  # call_with says what is wrong with it
+
+
+def batches(data: Data, seed: int, *, start: int = 0, stream: str = "data") -> Iterator[Batch]:
+    """An endless stream of batches that begins as if `start` of them had been drawn already."""
+    if isinstance(data, Iterable):
+        yield from _cycled(data, seed, start, stream)
+    elif callable(data):
+        step = start
+        while True:
+            yield data(generator_for(seed, stream, step))
+            step += 1
+    else:
+        raise BatchError(
+            f"data is a {type(data).__name__}; expected an iterable of batches (a list, a DataLoader) "
+            "or a function that draws a batch from a torch.Generator."
+        )
+
+
+def _cycled(data: Iterable[Batch], seed: int, start: int, stream: str) -> Iterator[Batch]:
+    step = 0
+    while True:
+        # A shuffling DataLoader draws from torch's global generator: it gets its own seed at every step, and the
+        # caller's random state is left as it was.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_for(seed, stream, step))
+            iterator = iter(data)
+        began = step
+        while True:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed_for(seed, stream, step))
+                batch = next(iterator, None)
+            if batch is None:
+                break
+            step += 1
+            if step > start:
+                yield batch
+        if step == began:
+            raise BatchError(
+                f"data gave {step} batches and then no more. Pass something that can be iterated again "
+                "(a list or a DataLoader, not a generator), or a function of a torch.Generator."
+                if step
+                else "data is empty: it gave no batch at all."
+            )
+
+
+def _tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(inputs, Tensor):
+        yield "", inputs
+    elif isinstance(inputs, tuple | list):
+        for i, x in enumerate(inputs):
+            if isinstance(x, Tensor):
+                yield f"'s element {i}", x
+    elif isinstance(inputs, Mapping):
+        for key, x in inputs.items():
+            if isinstance(x, Tensor):
+                yield f"'s entry {key!r}", x

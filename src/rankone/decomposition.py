@@ -1,0 +1,235 @@
+"""The front door: `decompose` a model, look at the result, keep it, load it again.
+
+An artifact is a directory with `components.safetensors` (factors and importance functions) and `decomposition.json`
+(what they belong to: library version, settings, the target's fingerprint). It never holds the target's weights.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from rankone.checkpoint import fingerprint, load_sealed, read_json, save_sealed, write_atomic, write_json
+from rankone.config import DecompositionConfig, validated
+from rankone.data import Batch, Data, to_device
+from rankone.errors import CheckpointError, ConfigError, LayerError
+from rankone.losses import Divergence
+from rankone.model import DecomposedModel, OutputGetter, overridden
+from rankone.train import Training, checkpoints
+from rankone.trackers import Observer, Record, read_metrics
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """The subcomponents of one layer, detached, for looking at."""
+
+    name: str
+    target: Float[Tensor, "d_out d_in"]
+    """The original matrix."""
+    U: Float[Tensor, "d_out C"]
+    """Write vectors, one column per subcomponent."""
+    V: Float[Tensor, "C d_in"]
+    """Read vectors, one row per subcomponent."""
+
+    @property
+    def C(self) -> int:
+        return self.U.shape[1]
+
+    def matrix(self, c: int) -> Float[Tensor, "d_out d_in"]:
+        """Subcomponent c as a rank-one matrix."""
+        return torch.outer(self.U[:, c], self.V[c])
+
+    def sum(self) -> Float[Tensor, "d_out d_in"]:
+        """All subcomponents together: close to the original matrix."""
+        return self.U @ self.V
+
+    def norms(self) -> Float[Tensor, " C"]:
+        """The size (Frobenius norm) of every subcomponent."""
+        return self.U.norm(dim=0) * self.V.norm(dim=1)
+
+
+class AblatedModel(nn.Module):
+    """The target with chosen layers reduced to chosen subcomponents; call it exactly like the target."""
+
+    def __init__(self, model: DecomposedModel, keep: Mapping[str, Bool[Tensor, " C"]]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)
+        self._keep = dict(keep)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def reduced(name: str, kept: Tensor) -> Any:
+            layer = self._model.layers[name]
+            return lambda *a, **k: layer.write(layer.read(a[0] if a else next(iter(k.values()))) * kept)
+
+        forwards = {self._model.layers[name].module: reduced(name, kept) for name, kept in self._keep.items()}
+        with overridden(forwards):
+            return self._model.target(*args, **kwargs)
+
+
+@dataclass
+class Decomposition:
+    """A decomposed model and the story of its training."""
+
+    model: DecomposedModel
+    config: DecompositionConfig
+    history: list[Record] = field(default_factory=list)
+    seconds: float = 0.0
+    output: OutputGetter = None
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the decomposed layers, in the target's order."""
+        return list(self.model.layers)
+
+    def importances(self, batch: Batch) -> dict[str, Tensor]:
+        """Causal importances in [0, 1] per datapoint: layer name -> `[*lead, C]`."""
+        return self.model.importances(to_device(batch, self.model.device))
+
+    def components(self, layer: str) -> LayerView:
+        """The subcomponents of one layer, next to its original matrix."""
+        found = self.model.layer(layer)
+        parts = found.subcomponents
+        return LayerView(layer, found.matrix().clone(), parts.U.detach().clone(), parts.V.detach().clone())
+
+    def ablated(self, keep: Mapping[str, Iterable[int] | Tensor]) -> AblatedModel:
+        """A runnable model in which every layer named in `keep` consists of the listed subcomponents only.
+
+        Layers that are not named keep their original matrix. Biases stay.
+        """
+        return AblatedModel(self.model, {name: self._kept(name, chosen) for name, chosen in keep.items()})
+
+    def save(self, path: str | Path) -> Path:
+        """Write the artifact: factors and importance functions, without the target's weights."""
+        path = Path(path)
+        save_sealed(path / "components.safetensors", self.model.named_tensors(), {"format": FORMAT})
+        lines = "".join(json.dumps(record) + "\n" for record in self.history)
+        write_atomic(path / "history.jsonl", lines)
+        getter = self.output if self.output is None or isinstance(self.output, str | int) else {"callable": True}
+        write_json(
+            path / "decomposition.json",
+            {
+                "format": FORMAT,
+                "rankone": version("rankone"),
+                "torch": torch.__version__,
+                "target": {"class": type(self.model.target).__name__, "sha256": fingerprint(self.model.target)},
+                "output": getter,
+                "layers": {
+                    name: {
+                        "C": layer.C,
+                        "shape": list(layer.matrix().shape),
+                        "module": type(layer.module).__name__,
+                        "tied_to": self.model.tied.get(name),
+                    }
+                    for name, layer in self.model.layers.items()
+                },
+                "config": {k: v for k, v in self.config.model_dump(mode="json").items() if k in DecompositionConfig.model_fields},
+            },
+        )
+        return path
+
+    def _kept(self, name: str, chosen: Iterable[int] | Tensor) -> Tensor:
+        C = self.model.layer(name).C
+        index = torch.as_tensor(chosen if isinstance(chosen, Tensor) else list(chosen))
+        if index.dtype == torch.bool:
+            if index.shape != (C,):
+                raise LayerError(f"keep[{name!r}] has shape {tuple(index.shape)}; a boolean choice needs C = {C} entries.")
+            kept = index
+        else:
+            wrong = [int(i) for i in index.flatten() if not 0 <= int(i) < C]
+            if wrong:
+                raise LayerError(f"keep[{name!r}] names subcomponent {wrong[0]}, but the layer has subcomponents 0 to {C - 1}.")
+            kept = torch.zeros(C, dtype=torch.bool)
+            kept[index.long()] = True
+        return kept.to(self.model.device, self.model.layer(name).subcomponents.U.dtype)
+
+
+def decompose(
+    model: nn.Module,
+    data: Data,
+    targets: Mapping[str, int],
+    config: DecompositionConfig | None = None,
+    *,
+    output: OutputGetter = None,
+    divergence: Divergence | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> Decomposition:
+    """Decompose the weight matrices of a trained model into rank-one subcomponents.
+
+    model       any nn.Module, in eval mode; it is not altered
+    data        an iterable of batches, or a function that draws a batch from a torch.Generator
+    targets     name patterns of the layers to decompose -> number of subcomponents C
+    config      the settings; defaults are the paper's for TMS 5-2
+    output      how to get the tensor to compare from what the model returns: name, index or function
+    divergence  a function (masked output, target output) -> number per datapoint, instead of config.divergence
+    out         a directory for metrics.jsonl, checkpoints/ and decomposition/; without it nothing is written
+    resume      go on from the newest checkpoint in `out`
+    observer    called with a Progress at every log step
+    """
+    config = config or DecompositionConfig()
+    directory = Path(out) if out is not None else None
+    if resume and directory is None:
+        raise ConfigError("resume=True needs out=, the directory of the run to resume.")
+    if directory is not None and not resume and checkpoints(directory):
+        raise CheckpointError(f"{directory} already holds a run. Pass resume=True to go on with it, or choose another out=.")
+    decomposed = _build(model, targets, config, output)
+    training = Training(decomposed, data, config, divergence=divergence, directory=directory, observer=observer)
+    trained = training.run(resume=resume)
+    result = Decomposition(decomposed, config, trained.history, trained.seconds, output)
+    if directory is not None:
+        result.save(directory / "decomposition")
+    return result
+
+
+def load(path: str | Path, model: nn.Module, *, output: OutputGetter = None) -> Decomposition:
+    """Load a saved decomposition for the very network it was made from."""
+    path = Path(path)
+    info = read_json(path / "decomposition.json")
+    if info.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {info.get('format')!r}; this version of rankone ({version('rankone')}) reads format {FORMAT}."
+        )
+    if fingerprint(model) != info["target"]["sha256"]:
+        raise CheckpointError(
+            f"{path} was made from another network: a {info['target']['class']} whose weights have SHA-256 "
+            f"{info['target']['sha256'][:12]}..., but this {type(model).__name__} has {fingerprint(model)[:12]}... "
+            "Load the exact weights that were decomposed."
+        )
+    if output is None and isinstance(info["output"], dict):
+        raise ConfigError(f"{path} was made with a function as output=; pass the same function to load().")
+    config = validated(DecompositionConfig, info["config"], source=str(path / "decomposition.json"))
+    getter = output if output is not None else info["output"]
+    tensors, _ = load_sealed(path / "components.safetensors")
+    decomposed = _build(model, {name: layer["C"] for name, layer in info["layers"].items()}, config, getter)
+    named = decomposed.named_tensors()
+    if {n: tuple(p.shape) for n, p in named.items()} != {n: tuple(t.shape) for n, t in tensors.items()}:
+        raise CheckpointError(f"{path}: components.safetensors and decomposition.json do not belong together.")
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(tensors[name])
+    return Decomposition(decomposed, config, read_metrics(path / "history.jsonl"), output=getter)
+
+
+def _build(
+    model: nn.Module, targets: Mapping[str, int], config: DecompositionConfig, output: OutputGetter
+) -> DecomposedModel:
+    return DecomposedModel(
+        model,
+        targets,
+        importance=config.importance.kind,
+        importance_options=config.importance.options,
+        init=config.init,
+        tied=config.tied,
+        output=output,
+        seed=config.seed,
+    )

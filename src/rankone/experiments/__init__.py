@@ -1,0 +1,142 @@
+"""The paper's runs as YAML files, and how a run's settings are put together.
+
+Each file holds the paper's settings to the letter (`paper`) and a list of changes, each with its reason, that make the
+default preset. What a run finally used is one complete `ExperimentConfig`, written to its config.yaml.
+"""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rankone.config import DecompositionConfig, Settings, from_yaml, override, validated
+from rankone.errors import ConfigError, near_matches
+from rankone.targets import TargetSettings
+
+PRESETS = ("default", "paper")
+
+
+class Difference(Settings):
+    """One setting in which the default preset departs from the paper, and why."""
+
+    setting: str
+    """Dotted name of the setting."""
+    value: Any
+    """Its value here."""
+    why: str
+    """The reason."""
+
+
+class ExperimentConfig(DecompositionConfig):
+    """A whole run: target, data, layers, and how to decompose them."""
+
+    schema_version: Literal[1] = 1
+    """The form of this file; rankone refuses forms it does not know."""
+    experiment: str
+    """Name of the experiment; names the run directory and stands in the report."""
+    preset: str = "custom"
+    """Where these settings come from: `paper`, `default`, or `custom`."""
+    title: str = ""
+    """One line for people."""
+    recovers: str = ""
+    """What a correct decomposition finds, in words."""
+    paper_reports: dict[str, float] = {}
+    """The paper's own numbers for this experiment, for comparison."""
+    differs_from_paper: list[Difference] = []
+    """What the default preset changes, and why."""
+    overrides: list[str] = []
+    """Settings changed on the command line, besides the seed."""
+    target: TargetSettings
+    """The network to decompose, and its data."""
+    layers: dict[str, int] = Field(min_length=1)
+    """Name patterns of the layers to decompose, with the number C of subcomponents of each."""
+    batch_size: int = Field(default=4096, ge=1)
+    """Datapoints per training step."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads. A setting, not a detail: the order of summation, and so the last bit of the result, depends on it."""
+
+
+class ExperimentFile(Settings):
+    """The form of a shipped experiment file."""
+
+    title: str
+    """One line for `rankone list` and the report."""
+    recovers: str
+    """What a correct decomposition finds."""
+    takes: dict[str, str]
+    """Measured time of a full run on two CPU cores, per preset."""
+    paper: dict[str, Any]
+    """The paper's settings."""
+    default: list[Difference]
+    """Changes to them in the default preset."""
+
+
+def experiment_names() -> list[str]:
+    found = [Path(f.name).stem for f in files("rankone.experiments").iterdir() if f.name.endswith(".yaml")]
+    return sorted(found, key=lambda name: (name.endswith("-id"), len(name), name))
+
+
+def experiment_file(name: str) -> ExperimentFile:
+    if name not in experiment_names():
+        raise ConfigError(f"There is no experiment {name!r}. {near_matches(name, experiment_names())}")
+    text = (files("rankone.experiments") / f"{name}.yaml").read_text()
+    return validated(ExperimentFile, from_yaml(text, source=f"{name}.yaml"), source=f"{name}.yaml")
+
+
+def preset_values(name: str, preset: str) -> dict[str, Any]:
+    """The plain settings of a shipped experiment under a preset."""
+    if preset not in PRESETS:
+        raise ConfigError(f"There is no preset {preset!r}. {near_matches(preset, PRESETS)}")
+    file = experiment_file(name)
+    changes = file.default if preset == "default" else []
+    values = {
+        "experiment": name,
+        "preset": preset,
+        "title": file.title,
+        "recovers": file.recovers,
+        "differs_from_paper": [c.model_dump() for c in changes],
+    }
+    complete = validated(ExperimentConfig, values | file.paper, source=f"{name}.yaml").model_dump(mode="json")
+    for change in changes:
+        set_value(complete, change.setting, change.value)
+    return complete
+
+
+def set_value(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a dotted setting in plain values."""
+    *parents, leaf = path.split(".")
+    for part in parents:
+        values = values[part]
+    values[leaf] = value
+
+
+def experiment_config(
+    name_or_path: str,
+    *,
+    preset: str | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    assignments: Sequence[str] = (),
+) -> ExperimentConfig:
+    """The settings of a run: a shipped experiment or a YAML file, with command-line changes applied."""
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml"):
+        if preset is not None:
+            raise ConfigError(f"--preset chooses among the settings of a shipped experiment; {path} has its own.")
+        if not path.is_file():
+            raise ConfigError(f"There is no config file {path}.")
+        given = from_yaml(path.read_text(), source=str(path))
+        values = validated(ExperimentConfig, given, source=str(path)).model_dump(mode="json")
+    else:
+        if name_or_path not in experiment_names():
+            hint = near_matches(name_or_path, experiment_names())
+            raise ConfigError(
+                f"There is no experiment {name_or_path!r}. {hint} A config file must end in .yaml; `rankone list` shows all."
+            )
+        values = preset_values(name_or_path, preset or "default")
+    changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
+    values = override(values, ExperimentConfig, [*changes, *([f"seed={seed}"] if seed is not None else [])])
+    values["overrides"] = [*values["overrides"], *changes]
+    return validated(ExperimentConfig, values, source=f"Settings for {name_or_path}")

@@ -1,0 +1,168 @@
+"""One run from settings to report, in a directory that anyone can read.
+
+    config.yaml      complete settings; `rankone run config.yaml` repeats the run
+    metrics.jsonl    losses and sparsity at every log step
+    checkpoints/     exact training state, for --resume
+    decomposition/   the result: components.safetensors, decomposition.json, history.jsonl
+    figures/         the figures as SVG
+    report.html      one page that explains all of it
+    summary.json     the numbers; written last, so its presence means the run is complete
+"""
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankone.checkpoint import fingerprint, read_json, write_atomic, write_json
+from rankone.config import differences, from_yaml, to_yaml, validated
+from rankone.decomposition import Decomposition, decompose, load
+from rankone.errors import CheckpointError
+from rankone.evaluate import Evaluation, evaluate
+from rankone.experiments import ExperimentConfig
+from rankone.report import write_report
+from rankone.targets import load_target
+from rankone.train import checkpoints
+from rankone.trackers import Observer
+
+Summary = dict[str, Any]
+
+
+def can_report() -> bool:
+    """Whether the extra `report` is installed."""
+    return find_spec("matplotlib") is not None and find_spec("jinja2") is not None
+
+
+def run(
+    config: ExperimentConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    observer: Observer | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Summary:
+    """Do a whole run, or finish one that was interrupted; return its summary."""
+    with _locked(out):
+        done = _prepare(config, out, resume)
+        if done is not None:
+            say(f"{out} is already complete; nothing to do.")
+            return done
+        torch.set_num_threads(config.threads)
+        target = load_target(config.target)
+        sampler = config.target.sampler(config.batch_size)
+        result = decompose(target, sampler, config.layers, config, out=out, resume=resume, observer=observer)
+        began = time.perf_counter()
+        say("Evaluating.")
+        evaluation = evaluate_run(config, result)
+        summary = _summary(config, result, evaluation)
+        if can_report():
+            say("Drawing figures and writing the report.")
+            write_report(out, config, result, evaluation, summary)
+        summary["wall_seconds"] = round(result.seconds + time.perf_counter() - began, 3)
+        write_json(out / "summary.json", summary)
+        return summary
+
+
+def evaluate_run(config: ExperimentConfig, result: Decomposition) -> Evaluation:
+    """The evaluation of a run: its own data, and the ground truth that its target has."""
+    return evaluate(
+        result,
+        config.target.sampler(config.batch_size),
+        probe=config.target.probe(),
+        ground_truth=config.target.ground_truth(),
+        similarity_of="embed",
+    )
+
+
+def reopen(out: Path) -> tuple[ExperimentConfig, Decomposition, Summary]:
+    """A finished run from its directory."""
+    config = read_config(out)
+    if not (out / "summary.json").is_file():
+        raise CheckpointError(f"{out} is not complete yet. Finish it with: rankone run {out} --resume")
+    return config, load(out / "decomposition", load_target(config.target)), read_json(out / "summary.json")
+
+
+def read_config(out: Path) -> ExperimentConfig:
+    path = out / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"{out} is not a run directory: it has no config.yaml. `rankone run` makes one.")
+    return validated(ExperimentConfig, from_yaml(path.read_text(), source=str(path)), source=str(path))
+
+
+def _prepare(config: ExperimentConfig, out: Path, resume: bool) -> Summary | None:
+    """Write or check config.yaml; return the summary if there is nothing left to do."""
+    if not (out / "config.yaml").exists():
+        write_atomic(out / "config.yaml", to_yaml(config))
+        return None
+    if not resume:
+        found = checkpoints(out)
+        state = "is complete" if (out / "summary.json").exists() else f"has {len(found)} checkpoints"
+        raise CheckpointError(
+            f"{out} already holds a run, which {state}. Add --resume to finish it, or choose another directory with --out."
+        )
+    differing = differences(read_config(out).model_dump(mode="json"), config.model_dump(mode="json"))
+    if differing:
+        raise CheckpointError(
+            f"{out} holds a run with other settings: {'; '.join(differing)}. "
+            f"Finish it with its own settings (rankone run {out} --resume), or choose another directory with --out."
+        )
+    return read_json(out / "summary.json") if (out / "summary.json").exists() else None
+
+
+def _summary(config: ExperimentConfig, result: Decomposition, evaluation: Evaluation) -> Summary:
+    found = evaluation.to_dict()
+    return {
+        "experiment": config.experiment,
+        "preset": config.preset,
+        "overrides": config.overrides,
+        "seed": config.seed,
+        "steps": config.steps,
+        "wall_seconds": None,
+        "ms_per_step": round(1000 * result.seconds / config.steps, 4),
+        "peak_rss_mb": peak_rss_mb(),
+        "recovered": found.pop("recovered"),
+        **found,
+        "losses": result.history[-1]["loss"],
+        "target_sha256": fingerprint(result.model.target),
+        "threads": config.threads,
+        "versions": {
+            "rankone": version("rankone"),
+            "torch": torch.__version__,
+            "numpy": version("numpy"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def peak_rss_mb() -> float | None:
+    """The most memory this process has held, in MB; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (1024**2 if sys.platform == "darwin" else 1024), 1)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keep two processes from writing into one run directory."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows has no flock; two runs in one directory are then the user's care
+        yield
+        return
+    with open(out / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"Another rankone process is running in {out}. Wait for it, or choose another --out.") from None
+        yield

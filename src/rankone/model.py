@@ -1,0 +1,364 @@
+"""DecomposedModel: any nn.Module, seen as rank-one subcomponents of the layers you choose.
+
+The target is never altered. During one pass the chosen layers' `forward` is overridden on the instance and put
+back afterwards, whatever happens; no weight is copied into it, no gradient is left in it. Overriding `forward`
+rather than hooking it means that a replaced layer costs nothing, and that the user's own hooks go on working.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rankone.adapters import Adapter, adapter_for
+from rankone.components import Subcomponents, TiedSubcomponents, make_subcomponents
+from rankone.data import Batch, call_with, check_batch, generator_for
+from rankone.errors import LayerError, TargetError, near_matches
+from rankone.importance import ImportanceFunction, Option, clipped, make_importance
+from rankone.masks import Masks
+
+OutputGetter = Callable[[Any], Tensor] | str | int | None
+
+
+@dataclass(frozen=True)
+class CleanPass:
+    """What the untouched target did on a batch: its output, and the input that each decomposed layer received."""
+
+    output: Tensor
+    inputs: dict[str, Tensor]
+
+
+class DecomposedLayer(nn.Module):
+    """One decomposed layer: the original module, its matrix view, its subcomponents and their importance function."""
+
+    def __init__(
+        self, name: str, module: nn.Module, adapter: Adapter, subcomponents: Subcomponents, importance: ImportanceFunction
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.adapter = adapter
+        self.subcomponents = subcomponents
+        self.importance = importance
+        # Not registered: the target's parameters are never ours to train, move or save.
+        object.__setattr__(self, "module", module)
+
+    @property
+    def C(self) -> int:
+        return self.subcomponents.C
+
+    def matrix(self) -> Float[Tensor, "d_out d_in"]:
+        """The original weight, as a matrix."""
+        return self.adapter.matrix(self.module).detach()
+
+    def read(self, x: Tensor) -> Float[Tensor, "*lead C"]:
+        return self.adapter.read(self.module, x, self.subcomponents.V)
+
+    def write(self, z: Float[Tensor, "*lead C"]) -> Tensor:
+        return self.adapter.write(self.module, z, self.subcomponents.U)
+
+
+class DecomposedModel(nn.Module):
+    """A target network and the subcomponents of its chosen layers.
+
+    `layers` maps name patterns (`"mlp.*.fc1"`; `*` also matches dots) to the number of subcomponents C.
+    `tied` maps a layer to the layer whose subcomponents it shares, for weights that are equal or each
+    other's transpose. `output` says how to get the tensor to compare out of what the target returns: a
+    function, an attribute or key, or an index.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        layers: Mapping[str, int],
+        *,
+        importance: str = "mlp",
+        importance_options: Mapping[str, Option] | None = None,
+        init: str = "overlap",
+        tied: Mapping[str, str] | None = None,
+        output: OutputGetter = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        _refuse_training_mode(target)
+        object.__setattr__(self, "target", target)
+        self._output = output
+        chosen = choose_layers(target, layers)
+        tied = dict(tied or {})
+        _check_tied_names(tied, chosen)
+        self.layers: dict[str, DecomposedLayer] = {}
+        for name, C in chosen.items():
+            module = target.get_submodule(name)
+            adapter = adapter_for(module, name)
+            W = adapter.matrix(module).detach()
+            if not W.is_floating_point():
+                raise LayerError(f"Layer {name!r} has a weight of type {W.dtype}; only floating point can be decomposed.")
+            if name in tied:
+                continue
+            parts = make_subcomponents(W, C, init, generator_for(seed, f"init/components/{name}"))
+            self.layers[name] = self._layer(name, module, adapter, parts, importance, importance_options, seed)
+        for name, source_name in tied.items():
+            module = target.get_submodule(name)
+            adapter = adapter_for(module, name)
+            source = self.layers[source_name]
+            transposed = _tie_orientation(name, adapter.matrix(module), source_name, source.matrix())
+            if chosen[name] != source.C:
+                raise LayerError(
+                    f"Layer {name!r} has C = {chosen[name]} but is tied to {source_name!r}, which has C = {source.C}. "
+                    "Tied layers share their subcomponents, so both need the same C."
+                )
+            parts = TiedSubcomponents(source.subcomponents, transposed=transposed)
+            self.layers[name] = self._layer(name, module, adapter, parts, importance, importance_options, seed)
+        # The order in which the target defines its layers, whatever was tied to what.
+        self.layers = {name: self.layers[name] for name in chosen}
+        self._registered = nn.ModuleList(self.layers.values())
+        self.tied = tied
+
+    @staticmethod
+    def _layer(
+        name: str,
+        module: nn.Module,
+        adapter: Adapter,
+        parts: Subcomponents,
+        kind: str,
+        options: Mapping[str, Option] | None,
+        seed: int,
+    ) -> DecomposedLayer:
+        function = make_importance(kind, options or {}, parts.C, generator_for(seed, f"init/importance/{name}"))
+        return DecomposedLayer(name, module, adapter, parts, function.to(device=parts.U.device, dtype=parts.U.dtype))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def layer(self, name: str) -> DecomposedLayer:
+        if name not in self.layers:
+            raise LayerError(f"No decomposed layer is called {name!r}. {near_matches(name, self.layers)}")
+        return self.layers[name]
+
+    def factors(self) -> list[nn.Parameter]:
+        """All U and V that are trained (tied ones once)."""
+        return [p for layer in self.layers.values() for p in layer.subcomponents.parameters()]
+
+    def named_tensors(self) -> dict[str, nn.Parameter]:
+        """Every trained parameter under a readable name: `layer.U`, `layer.V`, `layer.importance.*`."""
+        named: dict[str, nn.Parameter] = {}
+        for name, layer in self.layers.items():
+            named |= {f"{name}.{key}": p for key, p in layer.subcomponents.named_parameters()}
+            named |= {f"{name}.importance.{key}": p for key, p in layer.importance.named_parameters()}
+        return named
+
+    @torch.no_grad()
+    def clean(self, batch: Batch) -> CleanPass:
+        """Run the untouched target; remember its output and the inputs of the decomposed layers."""
+        check_batch(batch)
+        inputs: dict[str, Tensor] = {}
+
+        def recorder(layer: DecomposedLayer) -> Callable[..., Any]:
+            original = layer.module.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                inputs[layer.name] = _only_input(layer.name, args, kwargs)
+                return original(*args, **kwargs)
+
+            return forward
+
+        output = self._run(batch, {name: recorder(layer) for name, layer in self.layers.items()})
+        return CleanPass(output.detach(), inputs)
+
+    def inner(self, clean: CleanPass) -> dict[str, Tensor]:
+        """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
+        return {name: layer.read(clean.inputs[name]) for name, layer in self.layers.items()}
+
+    def raw_importances(self, inner: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs of the importance functions before any squashing."""
+        return {name: layer.importance(inner[name]) for name, layer in self.layers.items()}
+
+    @torch.no_grad()
+    def importances(self, batch: Batch) -> dict[str, Tensor]:
+        """Causal importances in [0, 1] of every subcomponent of every layer, per datapoint."""
+        raw = self.raw_importances(self.inner(self.clean(batch)))
+        return {name: clipped(r) for name, r in raw.items()}
+
+    def masked(self, batch: Batch, masks: Masks, inner: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The target's output when the layers in `masks` are their masked subcomponents, the others original.
+
+        `inner` gives inner activations that are already known, for layers whose input is the clean one.
+        """
+        known = inner or {}
+
+        def replacement(layer: DecomposedLayer, mask: Tensor) -> Callable[..., Tensor]:
+            def forward(*args: Any, **kwargs: Any) -> Tensor:
+                h = known.get(layer.name)
+                if h is None:
+                    h = layer.read(_only_input(layer.name, args, kwargs))
+                return layer.write(h * mask)
+
+            return forward
+
+        for name, mask in masks.items():
+            if mask.shape[-1] != self.layer(name).C:
+                raise LayerError(
+                    f"The mask for layer {name!r} has {mask.shape[-1]} entries in its last dimension, but the layer "
+                    f"has C = {self.layer(name).C} subcomponents."
+                )
+        return self._run(batch, {name: replacement(self.layer(name), mask) for name, mask in masks.items()})
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The target with every decomposed matrix replaced by the sum of its subcomponents."""
+        ones = {name: layer.subcomponents.U.new_ones(layer.C) for name, layer in self.layers.items()}
+        return self.masked(batch, ones)
+
+    def _run(self, batch: Batch, forwards: Mapping[str, Callable[..., Any]]) -> Tensor:
+        calls: Counter[str] = Counter()
+
+        def counted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls[name] += 1
+                return forward(*args, **kwargs)
+
+            return call
+
+        with overridden({self.layers[name].module: counted(name, f) for name, f in forwards.items()}):
+            result = call_with(self.target, batch)
+        for name in forwards:
+            if calls[name] == 0:
+                raise LayerError(
+                    f"Layer {name!r} was chosen, but the target's forward pass never calls it on this input (its weight "
+                    "may be read directly, as nn.MultiheadAttention does with out_proj). Leave it out of the patterns."
+                )
+            if calls[name] > 1:
+                raise LayerError(
+                    f"Layer {name!r} is called {calls[name]} times in one forward pass; rankone decomposes layers that are "
+                    "called once. Give each use a module of its own (they may share the weight: see `tied`), or leave it out."
+                )
+        return pick_output(result, self._output)
+
+
+def choose_layers(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
+    """The layers that the patterns name, in the target's order, each with its C.
+
+    Modules that own no matrix (containers, activations, norms) are passed over when a pattern with a wildcard
+    happens to match them. A module that does own one but has no adapter is an error, never skipped.
+    """
+    if not patterns:
+        raise LayerError("No layers were chosen: give at least one name pattern with its number of subcomponents.")
+    modules = {name: module for name, module in target.named_modules() if name}
+    found: dict[str, str] = {}
+    for pattern, C in patterns.items():
+        if isinstance(C, bool) or not isinstance(C, int) or C < 1:
+            raise LayerError(f"Pattern {pattern!r} asks for C = {C!r} subcomponents; C must be a whole number of at least 1.")
+        hits = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
+        matrices = [n for n in hits if n == pattern or _owns_matrix(modules[n])]
+        if not matrices:
+            able = [n for n in modules if _owns_matrix(modules[n])]
+            seen = "matches no module" if not hits else f"matches {hits[0]!r}, which has no weight matrix,"
+            raise LayerError(f"Pattern {pattern!r} {seen} in {type(target).__name__}. {near_matches(pattern, able)}")
+        for name in matrices:
+            if name in found:
+                raise LayerError(
+                    f"Layer {name!r} is matched twice, by the patterns {found[name]!r} and {pattern!r}. "
+                    "Each layer must be matched by exactly one pattern."
+                )
+            found[name] = pattern
+    return {name: patterns[found[name]] for name in modules if name in found}
+
+
+@contextmanager
+def overridden(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Override `forward` on these module instances, and put everything back on the way out."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, original in before.items():
+            if original is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = original
+
+
+def pick_output(result: Any, getter: OutputGetter) -> Tensor:
+    """The tensor to compare, out of whatever the target returns."""
+    picked = result
+    if callable(getter):
+        picked = getter(result)
+    elif isinstance(getter, int):
+        picked = result[getter]
+    elif isinstance(getter, str):
+        in_mapping = isinstance(result, Mapping) and getter in result
+        if not in_mapping and not hasattr(result, getter):
+            names = list(result) if isinstance(result, Mapping) else [n for n in dir(result) if not n.startswith("_")]
+            raise TargetError(
+                f"output={getter!r}: the target returns a {type(result).__name__} that has no such attribute or key. "
+                f"{near_matches(getter, map(str, names))}"
+            )
+        picked = result[getter] if in_mapping else getattr(result, getter)
+    if not isinstance(picked, Tensor):
+        how = "returns" if getter is None else f"with output={getter!r} gives"
+        raise TargetError(
+            f"The target {how} a {type(picked).__name__}, but a tensor is needed to compare outputs. Pass output= "
+            "a name (output='logits'), an index (output=0) or a function that gets the tensor."
+        )
+    return picked
+
+
+def _only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    given = [*args, *kwargs.values()]
+    if len(given) != 1 or not isinstance(given[0], Tensor):
+        kinds = ", ".join(type(g).__name__ for g in given) or "nothing"
+        raise LayerError(f"Layer {name!r} is called with ({kinds}); rankone decomposes layers that take one tensor.")
+    return given[0]
+
+
+def _owns_matrix(module: nn.Module) -> bool:
+    if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+        return True
+    weight = getattr(module, "weight", None)  # a parametrised, tied or frozen weight is no parameter of its own
+    return isinstance(weight, Tensor) and weight.dim() >= 2
+
+
+def _check_tied_names(tied: Mapping[str, str], chosen: Mapping[str, int]) -> None:
+    for name, source in tied.items():
+        for given in (name, source):
+            if given not in chosen:
+                raise LayerError(f"tied names the layer {given!r}, which is not decomposed. {near_matches(given, chosen)}")
+        if source in tied or source == name:
+            raise LayerError(f"Layer {name!r} is tied to {source!r}, which is itself tied. Tie both to the same untied layer.")
+
+
+def _tie_orientation(name: str, W: Tensor, source_name: str, source: Tensor) -> bool:
+    """Whether W is the transpose of the source (True) or equal to it (False); anything else is an error."""
+    if W.shape == source.T.shape and torch.equal(W, source.T):
+        return True
+    if W.shape == source.shape and torch.equal(W, source):
+        return False
+    raise LayerError(
+        f"Layers {name!r} {tuple(W.shape)} and {source_name!r} {tuple(source.shape)} are declared as tied, but their matrices "
+        "are neither equal nor each other's transpose. Remove the entry from `tied` to decompose them separately."
+    )
+
+
+def _refuse_training_mode(target: nn.Module) -> None:
+    """A pass must be repeatable: no layer may behave at random or change state when it is called."""
+    for name, module in target.named_modules():
+        if not module.training:
+            continue
+        dropout = getattr(module, "dropout", 0.0)
+        random = (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0) or (
+            isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0
+        )
+        stateful = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if random or stateful:
+            what = "draws random numbers" if random else "changes its statistics"
+            raise TargetError(
+                f"The target is in training mode and its layer {name!r} ({type(module).__name__}) {what} in every pass. "
+                "Call model.eval() before decomposing."
+            )

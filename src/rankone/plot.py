@@ -1,0 +1,191 @@
+"""The figures of the paper, from a decomposition. Needs the extra `report` (matplotlib).
+
+Every function returns a matplotlib Figure and shows nothing; saving is the caller's business. Subcomponents are shown in the
+order in which the recovery check sorted them where there is one, otherwise by size.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rankone.decomposition import LayerView
+from rankone.metrics import Check
+from rankone.trackers import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#1f2933"
+FAINT = "#c5ccd3"
+FEATURE_COLOURS = "tab10"
+DIVERGING = "RdBu"
+LOSS_NAMES = {
+    "total": "total",
+    "faithfulness": "faithfulness",
+    "stochastic_recon": "stochastic recon",
+    "stochastic_recon_layerwise": "stochastic recon, layerwise",
+    "importance_minimality": "importance minimality",
+}
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def by_size(view: LayerView) -> list[int]:
+    """Subcomponents of a layer, largest first."""
+    return torch.argsort(view.norms(), descending=True, stable=True).tolist()
+
+
+def weight_columns(view: LayerView, shown: int) -> "Figure":
+    """The columns of a matrix with two rows, as arrows: target, sum of subcomponents, the largest ones singly."""
+    from matplotlib import colormaps
+
+    panels = [("target W", view.target), ("sum of all\nsubcomponents", view.sum())]
+    panels += [(f"subcomponent {c}", view.matrix(c)) for c in by_size(view)[:shown]]
+    reach = 1.15 * float(view.target.norm(dim=0).max())
+    figure = _figure(1.55 * len(panels), 2.1)
+    colours = colormaps[FEATURE_COLOURS]
+    for i, (title, matrix) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1)
+        for j in range(matrix.shape[1]):
+            x, y = matrix[0, j].item(), matrix[1, j].item()
+            axes.plot([0, x], [0, y], color=colours(j % 10), linewidth=2, solid_capstyle="round")
+            axes.plot([x], [y], "o", color=colours(j % 10), markersize=4)
+        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xticks=[], yticks=[])
+        axes.axhline(0, color=FAINT, linewidth=0.6, zorder=0)
+        axes.axvline(0, color=FAINT, linewidth=0.6, zorder=0)
+        axes.set_title(title, fontsize=9, color=INK)
+        _quiet(axes)
+    return figure
+
+
+def network_diagrams(views: Mapping[str, LayerView], singles: Sequence[tuple[str, int]], tied: Mapping[str, str]) -> "Figure":
+    """The network drawn once for the target, once for the sum, and once for each single subcomponent.
+
+    Layers stand from bottom to top; a line is a weight, red positive and blue negative, as wide as it is large. A
+    subcomponent that tied layers share is drawn in all of them.
+    """
+    zero = {name: torch.zeros_like(view.target) for name, view in views.items()}
+    networks: list[tuple[str, dict[str, Tensor]]] = [
+        ("target", {name: view.target for name, view in views.items()}),
+        ("sum of all\nsubcomponents", {name: view.sum() for name, view in views.items()}),
+    ]
+    for name, c in singles:
+        sharing = [name, *(other for other, source in tied.items() if source == name)]
+        networks.append((f"{name}\nsubcomponent {c}", zero | {n: views[n].matrix(c) for n in sharing}))
+    largest = max(float(view.target.abs().max()) for view in views.values())
+    wide = max(max(view.target.shape) for view in views.values())
+    columns = min(len(networks), 8 if wide <= 10 else 4)
+    rows = -(-len(networks) // columns)
+    figure = _figure((1.6 if wide <= 10 else 3.2) * columns, 2.3 * rows)
+    for i, (title, matrices) in enumerate(networks):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        _network(axes, list(matrices.values()), largest)
+        axes.set_title(title, fontsize=9, color=INK)
+    return figure
+
+
+def _network(axes: "Axes", matrices: Sequence[Tensor], largest: float) -> None:
+    from matplotlib.collections import LineCollection
+
+    sizes = [matrices[0].shape[1], *(m.shape[0] for m in matrices)]
+    places = [[(i + 0.5) / size for i in range(size)] for size in sizes]
+    lines, colours, widths = [], [], []
+    for level, matrix in enumerate(matrices):
+        for o, row in enumerate(matrix.tolist()):
+            for i, weight in enumerate(row):
+                strength = min(1.0, abs(weight) / largest)
+                if strength < 0.02:
+                    continue
+                lines.append([(places[level][i], level), (places[level + 1][o], level + 1)])
+                colours.append((0.75, 0.15, 0.15, strength) if weight > 0 else (0.15, 0.3, 0.7, strength))
+                widths.append(0.3 + 2.2 * strength)
+    axes.add_collection(LineCollection(lines, colors=colours, linewidths=widths))
+    for level, xs in enumerate(places):
+        size = 4 if len(xs) <= 10 else 1.5
+        axes.plot(xs, [level] * len(xs), "o", color=INK, markersize=size, markerfacecolor="white", markeredgewidth=0.7)
+    axes.set(xlim=(0, 1), ylim=(-0.2, len(matrices) + 0.2), xticks=[], yticks=[])
+    _quiet(axes)
+
+
+def matrices(view: LayerView, shown: int) -> "Figure":
+    """A matrix as coloured squares: target, sum of subcomponents, the largest ones singly."""
+    panels = [("target", view.target), ("sum of all\nsubcomponents", view.sum())]
+    panels += [(f"subcomponent {c}", view.matrix(c)) for c in by_size(view)[:shown]]
+    columns = min(len(panels), 7)
+    rows = -(-len(panels) // columns)
+    largest = float(view.target.abs().max())
+    small = view.target.numel() <= 25
+    figure = _figure(1.55 * columns + 0.6, 1.9 * rows)
+    image: Any = None
+    all_axes = []
+    for i, (title, matrix) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        image = axes.imshow(matrix.numpy(), cmap=DIVERGING, vmin=-largest, vmax=largest)
+        if small:
+            for o, row in enumerate(matrix.tolist()):
+                for j, value in enumerate(row):
+                    shade = "white" if abs(value) > 0.6 * largest else INK
+                    axes.text(j, o, f"{value:.2f}".replace("-0.00", "0.00"), ha="center", va="center", fontsize=8, color=shade)
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(title, fontsize=9, color=INK)
+        all_axes.append(axes)
+    figure.colorbar(image, ax=all_axes, shrink=0.8, pad=0.02).ax.tick_params(labelsize=7)
+    return figure
+
+
+def importance_heatmap(importances: Mapping[str, Tensor], checks: Mapping[str, Check], labels: Mapping[str, str]) -> "Figure":
+    """Causal importances on one-hot inputs, a row per feature, columns permuted as the recovery check sorted them."""
+    count = len(importances)
+    C = max(g.shape[1] for g in importances.values())
+    figure = _figure(min(12, 1.2 + count * (3.4 if C <= 40 else 4.4)), 2.6 if C <= 40 else 3.2)
+    image: Any = None
+    all_axes = []
+    for i, (name, g) in enumerate(importances.items()):
+        axes = figure.add_subplot(1, count, i + 1)
+        order = checks[name].order if name in checks else torch.argsort(g.sum(0), descending=True, stable=True).tolist()
+        image = axes.imshow(g[:, order].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes.set_title(labels.get(name, name), fontsize=9, color=INK)
+        axes.set_xlabel("subcomponent (permuted)", fontsize=8)
+        if i == 0:
+            axes.set_ylabel("input feature that is on", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.locator_params(integer=True)
+        all_axes.append(axes)
+    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01).ax.tick_params(labelsize=7)
+    return figure
+
+
+def loss_curves(history: Sequence[Record]) -> "Figure":
+    """The losses and the sparsity over training."""
+    figure = _figure(9.5, 3.2)
+    steps = [record["step"] for record in history]
+    losses = figure.add_subplot(1, 2, 1)
+    for name in history[0]["loss"]:
+        values = [record["loss"][name] for record in history]
+        style = {"color": INK, "linewidth": 1.6} if name == "total" else {"linewidth": 1.0}
+        losses.plot(steps, values, label=LOSS_NAMES.get(name, name), **style)
+    losses.set_yscale("log")
+    losses.set_title("losses (without their coefficients; total with)", fontsize=9, color=INK)
+    sparsity = figure.add_subplot(1, 2, 2)
+    for name in history[0]["l0"]:
+        sparsity.plot(steps, [record["l0"][name] for record in history], label=name, linewidth=1.0)
+    sparsity.set_ylim(bottom=0)
+    sparsity.set_title("L0: important subcomponents per datapoint", fontsize=9, color=INK)
+    for axes in (losses, sparsity):
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=7, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _quiet(axes: "Axes") -> None:
+    for spine in axes.spines.values():
+        spine.set_visible(False)

@@ -1,0 +1,70 @@
+"""Where the numbers of a run go while it runs.
+
+`metrics.jsonl` is always written and holds only what is reproducible: no times, so that a resumed run ends with the same
+bytes as one that was never interrupted. Other trackers are observers of the same records.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rankone.errors import CheckpointError
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What an observer is told at every log step."""
+
+    record: Record
+    step: int
+    steps: int
+    seconds: float
+    """Training time so far, earlier sessions of the same run included."""
+    ms_per_step: float
+    """Over the time since the last log step."""
+
+    @property
+    def seconds_left(self) -> float:
+        return (self.steps - self.step) * self.ms_per_step / 1000
+
+
+class Observer(Protocol):
+    def __call__(self, progress: Progress) -> None: ...
+
+
+class MetricsFile:
+    """An append-only `metrics.jsonl` that can be cut back to where a checkpoint was taken."""
+
+    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = path.stat().st_size if path.exists() else 0
+        if size < keep_bytes:
+            raise CheckpointError(
+                f"{path} has {size} bytes, but the checkpoint was taken when it had {keep_bytes}: it was cut short or replaced. "
+                "Restore it, or start the run again in a new directory."
+            )
+        with open(path, "ab") as file:
+            file.truncate(keep_bytes)
+        self._file = open(path, "ab")  # noqa: SIM115 (closed in close)
+
+    def write(self, record: Record) -> None:
+        self._file.write((json.dumps(record) + "\n").encode())
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Force what was written to disk; return the number of bytes."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

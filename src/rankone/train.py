@@ -1,0 +1,269 @@
+"""The training loop: faithfulness warm-up, then Algorithm 1 of the paper, with checkpoints.
+
+Interruptions are the normal case here. Everything random is a function of the step (see data.py), so a checkpoint is the
+parameters, the optimiser's moments and a step number, and a resumed run is bit-identical to one that never stopped.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankone.checkpoint import fingerprint, load_sealed, save_sealed
+from rankone.config import DecompositionConfig, differences, learning_rate
+from rankone.data import Data, batches, generator_for, to_device
+from rankone.errors import CheckpointError, RankoneError, TrainingError
+from rankone.importance import clipped
+from rankone.losses import Divergence, StepContext, divergence_named, faithfulness
+from rankone.metrics import l0
+from rankone.model import DecomposedModel
+from rankone.trackers import MetricsFile, Observer, Progress, Record, read_metrics
+
+
+class Interrupted(RankoneError):
+    """Training stopped on a signal; its state is on disk."""
+
+    def __init__(self, step: int, steps: int, checkpoint: Path, signum: int) -> None:
+        super().__init__(f"Interrupted at step {step} of {steps}; everything is saved in {checkpoint}.")
+        self.step = step
+        self.signum = signum
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training leaves behind besides the model itself."""
+
+    history: list[Record]
+    seconds: float
+
+
+class Training:
+    """One training run of one model. `run()` does it; everything else is its parts."""
+
+    def __init__(
+        self,
+        model: DecomposedModel,
+        data: Data,
+        config: DecompositionConfig,
+        *,
+        divergence: Divergence | None = None,
+        directory: Path | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.model = model
+        self.data = data
+        self.config = config
+        self.divergence = divergence or divergence_named(config.divergence)
+        self.directory = directory
+        self.observer = observer
+        self.named = model.named_tensors()
+        self.parameters = list(self.named.values())
+        self.losses = {name: loss for name, loss in config.losses.items() if loss.coefficient > 0}
+        self.optimizer = _adam(self.parameters, config.optimizer.lr)
+        self.step = 0
+        self.seconds = 0.0
+        self.history: list[Record] = []
+        self.target_fingerprint = fingerprint(model.target)
+
+    def run(self, *, resume: bool = False) -> Trained:
+        """Train to the end, from the newest checkpoint if `resume`."""
+        keep_bytes = self._restore() if resume else 0
+        metrics = None
+        if self.directory is not None:
+            metrics = MetricsFile(self.directory / "metrics.jsonl", keep_bytes)
+            self.history = read_metrics(self.directory / "metrics.jsonl")
+        try:
+            with _stop_on_signal(self.directory is not None) as stop:
+                if self.step == 0:
+                    self._warm_up()
+                self._loop(metrics, stop)
+        finally:
+            if metrics is not None:
+                metrics.close()
+        return Trained(self.history, self.seconds)
+
+    def loss_terms(self, step: int, batch: Any) -> tuple[Tensor, dict[str, Tensor], StepContext]:
+        """The total loss of one step, its terms, and what they were computed from."""
+        masks = generator_for(self.config.seed, "masks", step, self.model.device)
+        context = StepContext.of(self.model, batch, self.divergence, masks, step / self.config.steps)
+        terms = {name: loss.value(context) for name, loss in self.losses.items()}
+        total = torch.stack([self.losses[name].coefficient * term for name, term in terms.items()]).sum()
+        return total, terms, context
+
+    def _warm_up(self) -> None:
+        settings = self.config.faithfulness_warmup
+        factors = self.model.factors()
+        optimizer = _adam(factors, settings.lr)
+        for _ in range(settings.steps):
+            _set_gradients(factors, faithfulness(self.model))
+            optimizer.step()
+        _clear_gradients(factors)
+
+    def _loop(self, metrics: MetricsFile | None, stop: "_Stop") -> None:
+        config = self.config
+        stream = batches(self.data, config.seed, start=self.step)
+        began = time.perf_counter() - self.seconds
+        last_time, last_step = time.perf_counter(), self.step
+        while self.step < config.steps:
+            step = self.step
+            batch = to_device(next(stream), self.model.device)
+            total, terms, context = self.loss_terms(step, batch)
+            _set_gradients(self.parameters, total)
+            if config.optimizer.grad_clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, config.optimizer.grad_clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(config.optimizer, step, config.steps)
+            self.optimizer.step()
+            self.step = step + 1
+            if step % config.log_every == 0 or self.step == config.steps:
+                record = self._record(step, total, terms, context)
+                self.history.append(record)
+                if metrics is not None:
+                    metrics.write(record)
+                now = time.perf_counter()
+                if self.observer is not None:
+                    pace = 1000 * (now - last_time) / (self.step - last_step)
+                    self.observer(Progress(record, self.step, config.steps, now - began, pace))
+                last_time, last_step = now, self.step
+            due = self.step % config.checkpoint_every == 0 or self.step == config.steps
+            if metrics is not None and (due or stop.signum):
+                self.seconds = time.perf_counter() - began
+                path = self._save(metrics, total)
+                if stop.signum and self.step < config.steps:
+                    raise Interrupted(self.step, config.steps, path, stop.signum)
+        self.seconds = time.perf_counter() - began
+        _clear_gradients(self.parameters)
+
+    def _record(self, step: int, total: Tensor, terms: dict[str, Tensor], context: StepContext) -> Record:
+        self._refuse_non_finite(step, total)
+        with torch.no_grad():
+            sparsity = {name: l0(clipped(raw), context.weights) for name, raw in context.raw.items()}
+        return {
+            "step": step,
+            "lr": learning_rate(self.config.optimizer, step, self.config.steps),
+            "loss": {"total": total.item(), **{name: term.item() for name, term in terms.items()}},
+            "l0": sparsity,
+        }
+
+    def _refuse_non_finite(self, step: int, total: Tensor) -> None:
+        if bool(torch.isfinite(total)):
+            return
+        finite = f"the last finite record is of step {self.history[-1]['step']}" if self.history else "it never was finite"
+        raise TrainingError(
+            f"The loss is {total.item()} at step {step} ({finite}). Lower optimizer.lr, set optimizer.grad_clip, "
+            "or raise the eps of importance_minimality if its p is below 1."
+        )
+
+    def _save(self, metrics: MetricsFile, total: Tensor) -> Path:
+        assert self.directory is not None
+        self._refuse_non_finite(self.step - 1, total)
+        tensors = {f"parameter/{name}": p for name, p in self.named.items()}
+        for name, p in self.named.items():
+            tensors |= {f"adam/{name}/{key}": value for key, value in self.optimizer.state[p].items()}
+        meta = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "metrics_bytes": metrics.sync(),
+            "threads": torch.get_num_threads(),
+            "target": self.target_fingerprint,
+            "config": self.config.model_dump(mode="json"),
+        }
+        path = _checkpoint_path(self.directory, self.step)
+        save_sealed(path, tensors, meta)
+        for old in checkpoints(self.directory)[: -self.config.keep_checkpoints]:
+            old.unlink()
+        return path
+
+    def _restore(self) -> int:
+        """Load the newest checkpoint; return how much of metrics.jsonl belongs to it."""
+        found = checkpoints(self.directory) if self.directory is not None else []
+        if not found:
+            return 0
+        try:
+            tensors, meta = load_sealed(found[-1])
+        except CheckpointError as error:
+            earlier = f"resume from {found[-2].name}" if len(found) > 1 else "start again from step 0"
+            raise CheckpointError(f"{error} Delete that file to {earlier}.") from None
+        self._check_same(found[-1], meta)
+        if meta["threads"] != torch.get_num_threads():
+            # The order of summation, and with it the last bit, depends on the number of threads.
+            torch.set_num_threads(meta["threads"])
+        with torch.no_grad():
+            for name, p in self.named.items():
+                p.copy_(tensors[f"parameter/{name}"])
+                prefix = f"adam/{name}/"
+                state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+                if state:
+                    self.optimizer.state[p] = {k: t if k == "step" else t.to(p.device) for k, t in state.items()}
+        self.step, self.seconds = meta["step"], meta["seconds"]
+        return meta["metrics_bytes"]
+
+    def _check_same(self, path: Path, meta: dict[str, Any]) -> None:
+        if meta["target"] != self.target_fingerprint:
+            raise CheckpointError(f"{path} belongs to another target network (its weights differ); nothing was loaded.")
+        differing = differences(meta["config"], self.config.model_dump(mode="json"))
+        if differing:
+            raise CheckpointError(
+                f"{path} was written with other settings, so it cannot be resumed with these: {'; '.join(differing)}. "
+                "Resume with the run's own settings, or start a new run in another directory."
+            )
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((directory / "checkpoints").glob("step-*.safetensors"))
+
+
+def _checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / "checkpoints" / f"step-{step:09d}.safetensors"
+
+
+def _adam(parameters: list[torch.nn.Parameter], lr: float) -> torch.optim.Adam:
+    fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
+    return torch.optim.Adam(parameters, lr=lr, fused=fused)
+
+
+def _set_gradients(parameters: list[torch.nn.Parameter], loss: Tensor) -> None:
+    """Gradients for our parameters only: `backward()` would also fill the target's `.grad`."""
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        p.grad = gradient
+
+
+def _clear_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = None
+
+
+class _Stop:
+    signum: int = 0
+
+
+@contextmanager
+def _stop_on_signal(enabled: bool) -> Iterator[_Stop]:
+    """Turn the first SIGINT or SIGTERM into a request to save and stop; a second one acts as usual."""
+    stop = _Stop()
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        stop.signum = signum
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+    for s in before:
+        signal.signal(s, handle)
+    try:
+        yield stop
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
