@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from rankone.errors import CheckpointError
 
-_META = "rankone"
-_SEAL = "rankone_seal"
+_KEY = "rankone"
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
@@ -56,8 +55,9 @@ def read_json(path: Path) -> Any:
 def save_sealed(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Write tensors and metadata as one sealed safetensors file, atomically."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = json.dumps(meta, sort_keys=True)
-    write_atomic(path, safetensors.torch.save(plain, {_META: text, _SEAL: _seal(plain, text)}))
+    # One metadata entry, because safetensors writes several in any order: equal content must be equal bytes.
+    sealed = json.dumps({"meta": meta, "seal": _seal(plain, meta)}, sort_keys=True)
+    write_atomic(path, safetensors.torch.save(plain, {_KEY: sealed}))
 
 
 def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -70,11 +70,14 @@ def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); it was cut short or damaged and is not loaded.") from None
-    if _META not in header or _SEAL not in header:
-        raise CheckpointError(f"{path} was not written by rankone (it has no seal) and is not loaded.")
-    if header[_SEAL] != _seal(tensors, header[_META]):
+    try:
+        sealed = json.loads(header[_KEY])
+        meta, seal = sealed["meta"], sealed["seal"]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise CheckpointError(f"{path} was not written by rankone (it has no seal) and is not loaded.") from None
+    if seal != _seal(tensors, meta):
         raise CheckpointError(f"{path} does not match its seal: it was changed after it was written and is not loaded.")
-    return tensors, json.loads(header[_META])
+    return tensors, meta
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -91,5 +94,5 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _seal(tensors: Mapping[str, Tensor], meta: str) -> str:
-    return hashlib.sha256(f"{digest_of(tensors)}|{meta}".encode()).hexdigest()
+def _seal(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    return hashlib.sha256(f"{digest_of(tensors)}|{json.dumps(meta, sort_keys=True)}".encode()).hexdigest()

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.markup import escape
@@ -171,6 +172,7 @@ def train_target(experiment: str, /, *, seed: int | None = None, out: Path | Non
     """
     config = experiment_config(experiment)
     target = config.target
+    torch.set_num_threads(config.threads)
     first = target.training.seed if seed is None else seed
     for attempt, model, loss, good, numbers in train_until_good(target, first):
         verdict = "[green]good[/]" if good else "[red]not good[/]"

@@ -7,7 +7,7 @@ dropped. Settings of the paper's experiments (target, data) are in experiments/,
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
@@ -49,7 +49,7 @@ class ImportanceSettings(Settings):
     """Options of that function, such as `d_gate` (mlp) or `width` (layer_mlp)."""
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _known(self) -> "ImportanceSettings":
         _as_value_error(check_importance, self.kind, self.options)
         return self
 
@@ -123,7 +123,7 @@ class DecompositionConfig(Settings):
         return _one_of(value, DIVERGENCES, "divergence")
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _consistent(self) -> "DecompositionConfig":
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but there are only {self.steps} steps; it must be smaller"

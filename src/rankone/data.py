@@ -56,7 +56,7 @@ def generator_for(seed: int, stream: str, step: int = 0, device: torch.device | 
     return torch.Generator(device=device).manual_seed(seed_for(seed, stream, step))
 
 
-def inputs_of(batch: Batch) -> Any:
+def inputs_of(batch: Any) -> Any:
     return batch.inputs if isinstance(batch, WeightedBatch) else batch
 
 
@@ -64,7 +64,7 @@ def weights_of(batch: Batch) -> Tensor | None:
     return batch.weights if isinstance(batch, WeightedBatch) else None
 
 
-def call_with(model: Callable[..., Any], batch: Batch) -> Any:
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model the way the batch's form says: tensor, tuple of arguments, or dict of keywords."""
     inputs = inputs_of(batch)
     if isinstance(inputs, Tensor):
@@ -92,7 +92,14 @@ def check_batch(batch: Batch) -> None:
                 "every value must be finite. Clean the data before decomposing."
             )
     weights = weights_of(batch)
-    if weights is not None and not (bool((weights >= 0).all()) and bool(weights.sum() > 0)):
+    if weights is None:
+        return
+    for where, tensor in _tensors(inputs_of(batch)):
+        if tensor.dim() and tensor.shape[0] != weights.shape[0]:
+            raise BatchError(
+                f"The WeightedBatch{where} has {tensor.shape[0]} rows and {weights.shape[0]} weights; every row needs one weight."
+            )
+    if not (bool((weights >= 0).all()) and bool(weights.sum() > 0)):
         raise BatchError("The weights of a WeightedBatch must be non-negative numbers with a positive sum.")
 
 
@@ -108,7 +115,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch  # call_with says what is wrong with it
 
 
-def batches(data: Data, seed: int, *, start: int = 0, stream: str = "data") -> Iterator[Batch]:
+def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> Iterator[Batch]:
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
     if isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.checkpoint import fingerprint, load_sealed, read_json, save_sealed, write_atomic, write_json
@@ -59,7 +59,7 @@ class LayerView:
 class AblatedModel(nn.Module):
     """The target with chosen layers reduced to chosen subcomponents; call it exactly like the target."""
 
-    def __init__(self, model: DecomposedModel, keep: Mapping[str, Bool[Tensor, " C"]]) -> None:
+    def __init__(self, model: DecomposedModel, keep: Mapping[str, Float[Tensor, " C"]]) -> None:
         super().__init__()
         object.__setattr__(self, "_model", model)
         self._keep = dict(keep)

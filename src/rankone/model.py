@@ -240,7 +240,7 @@ class DecomposedModel(nn.Module):
         return pick_output(result, self._output)
 
 
-def choose_layers(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
+def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:
     """The layers that the patterns name, in the target's order, each with its C.
 
     Modules that own no matrix (containers, activations, norms) are passed over when a pattern with a wildcard

@@ -6,9 +6,10 @@ bytes as one that was never interrupted. Other trackers are observers of the sam
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rankone.errors import CheckpointError
 
@@ -32,8 +33,7 @@ class Progress:
         return (self.steps - self.step) * self.ms_per_step / 1000
 
 
-class Observer(Protocol):
-    def __call__(self, progress: Progress) -> None: ...
+Observer = Callable[[Progress], None]
 
 
 class MetricsFile:

@@ -174,6 +174,7 @@ class Training:
             "metrics_bytes": metrics.sync(),
             "threads": torch.get_num_threads(),
             "target": self.target_fingerprint,
+            "C": {name: layer.C for name, layer in self.model.layers.items()},
             "config": self.config.model_dump(mode="json"),
         }
         path = _checkpoint_path(self.directory, self.step)
@@ -209,6 +210,14 @@ class Training:
     def _check_same(self, path: Path, meta: dict[str, Any]) -> None:
         if meta["target"] != self.target_fingerprint:
             raise CheckpointError(f"{path} belongs to another target network (its weights differ); nothing was loaded.")
+        layers = {name: layer.C for name, layer in self.model.layers.items()}
+        if meta["C"] != layers:
+            changed = [
+                f"{name} had C = {meta['C'].get(name)} and has {layers.get(name)}"
+                for name in sorted(set(meta["C"]) | set(layers))
+                if meta["C"].get(name) != layers.get(name)
+            ]
+            raise CheckpointError(f"{path} was written for other layers: {'; '.join(changed)}. Choose the same layers to resume.")
         differing = differences(meta["config"], self.config.model_dump(mode="json"))
         if differing:
             raise CheckpointError(

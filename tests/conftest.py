@@ -1,0 +1,47 @@
+"""Shapes are checked at run time in every test: rankone is imported through jaxtyping's hook, with beartype."""
+
+from jaxtyping import install_import_hook
+
+with install_import_hook("rankone", "beartype.beartype"):
+    import rankone
+    import rankone.cli
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+
+assert rankone.__version__
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small tensors: more threads only make the tests slower."""
+    torch.set_num_threads(1)
+
+
+class Conv1D(nn.Module):
+    """Stands where transformers' Conv1D stands, with its name and its layout, so that the package need not be installed."""
+
+    def __init__(self, n_out: int, n_in: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 * torch.randn(n_in, n_out))
+        self.bias = nn.Parameter(0.5 * torch.randn(n_out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+def small_mlp(seed: int = 0, d: int = 4, width: int = 6) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(d, width), nn.ReLU(), nn.Linear(width, d)).eval()
+
+
+def uniform(d: int = 4, rows: int = 16):
+    return lambda generator: torch.rand(rows, d, generator=generator)

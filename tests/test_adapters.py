@@ -1,0 +1,91 @@
+"""One conformance suite over every adapter, and the errors of choosing one."""
+
+import pytest
+import torch
+from conftest import Conv1D
+from torch import nn
+
+from rankone import Adapter, RankoneError, register_adapter
+from rankone.adapters import adapter_for
+from rankone.components import make_subcomponents
+from rankone.targets.tms import TMS
+
+CASES = {
+    "linear": (lambda: nn.Linear(3, 4), lambda lead: torch.randn(*lead, 3)),
+    "linear without bias": (lambda: nn.Linear(3, 4, bias=False), lambda lead: torch.randn(*lead, 3)),
+    "conv1d": (lambda: Conv1D(4, 3), lambda lead: torch.randn(*lead, 3)),
+    "embedding": (lambda: nn.Embedding(7, 4), lambda lead: torch.randint(0, 7, lead)),
+    "embedding with padding": (lambda: nn.Embedding(7, 4, padding_idx=0), lambda lead: torch.randint(0, 7, lead)),
+    "transposed linear": (lambda: TMS(4, 3).double().unembed, lambda lead: torch.randn(*lead, 3)),
+}
+
+
+@pytest.mark.parametrize("lead", [(5,), (2, 3), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_exact_factors_give_the_module_back(case, lead):
+    """read, then write, with factors whose product is the matrix, is the module itself; a zero mask leaves its bias."""
+    torch.manual_seed(0)
+    make, inputs = CASES[case]
+    module, x = make().double(), inputs(lead)
+    x = x.double() if x.is_floating_point() else x
+    adapter = adapter_for(module, "layer")
+    W = adapter.matrix(module)
+    C = min(W.shape)
+    left, size, right = torch.linalg.svd(W.detach(), full_matrices=False)
+    U, V = left * size, right
+    h = adapter.read(module, x, V)
+    assert h.shape == (*lead, C)
+    torch.testing.assert_close(adapter.write(module, h, U), module(x))
+    bias = getattr(module, "bias", None)
+    nothing = torch.zeros(*lead, W.shape[0], dtype=torch.float64) + (bias if bias is not None else 0)
+    torch.testing.assert_close(adapter.write(module, 0 * h, U), nothing)
+
+
+def test_subclasses_use_the_adapter_of_their_parent():
+    class Mine(nn.Linear):
+        pass
+
+    assert type(adapter_for(Mine(2, 2), "m")) is type(adapter_for(nn.Linear(2, 2), "l"))
+
+
+def test_real_hf_conv1d():
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    module = transformers.Conv1D(4, 3)
+    assert adapter_for(module, "c").matrix(module).shape == (4, 3)
+
+
+def test_unsupported_type_is_named():
+    with pytest.raises(RankoneError, match=r"Layer 'conv' is a Conv2d.*It knows: .*Linear.*register_adapter"):
+        adapter_for(nn.Conv2d(1, 1, 1), "conv")
+
+
+def test_embedding_that_rewrites_its_weight_is_refused():
+    with pytest.raises(RankoneError, match=r"Layer 'e' \(Embedding\).*max_norm"):
+        adapter_for(nn.Embedding(3, 2, max_norm=1.0), "e")
+
+
+def test_a_user_can_register_an_adapter():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(2, 3))
+
+        def forward(self, x):
+            return 2 * x @ self.kernel.T
+
+    @register_adapter(Scaled)
+    class ScaledAdapter(Adapter):
+        def matrix(self, module):
+            return 2 * module.kernel
+
+        def read(self, module, x, V):
+            return x @ V.T
+
+        def write(self, module, z, U):
+            return z @ U.T
+
+    module = Scaled()
+    adapter = adapter_for(module, "s")
+    parts = make_subcomponents(adapter.matrix(module), 3, "kaiming", torch.Generator().manual_seed(0))
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(adapter.write(module, adapter.read(module, x, parts.V), parts.U), x @ parts.weight().T)

@@ -1,0 +1,182 @@
+"""The loop: what it optimises, what it records, and that being interrupted changes nothing."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from conftest import small_mlp, uniform
+
+import rankone
+from rankone import DecompositionConfig, RankoneError
+from rankone.checkpoint import load_sealed
+from rankone.decomposition import _build
+from rankone.losses import faithfulness
+from rankone.train import Interrupted, Training, checkpoints
+
+CONFIG = DecompositionConfig(
+    steps=23, log_every=4, checkpoint_every=5, importance={"options": {"d_gate": 4}}, faithfulness_warmup={"steps": 3},
+    optimizer={"lr": 1e-2, "schedule": "quarter_cosine", "warmup_steps": 2, "grad_clip": 1.0},
+)
+LAYERS = {"0": 5, "2": 7}
+
+
+def tensors(decomposition):
+    return {name: p.detach().clone() for name, p in decomposition.model.named_tensors().items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody disturbed."""
+    out = tmp_path_factory.mktemp("whole")
+    torch.set_num_threads(1)
+    return out, rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=out)
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(step):
+    def observer(progress):
+        if progress.step > step:
+            raise Crash
+
+    return observer
+
+
+@pytest.mark.parametrize("step", [0, 3, 7, 11, 16, 20])
+def test_a_crashed_run_resumes_to_the_same_bits(whole, tmp_path, step):
+    out, expected = whole
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=crash_at(step))
+    resumed = rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensors(resumed)[name], tensor), name
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
+    assert resumed.history == expected.history
+    assert (tmp_path / "decomposition" / "components.safetensors").read_bytes() == (out / "decomposition" / "components.safetensors").read_bytes()
+    final = [load_sealed(checkpoints(d)[-1])[0] for d in (out, tmp_path)]
+    assert final[0].keys() == final[1].keys()
+    assert all(torch.equal(final[0][key], final[1][key]) for key in final[0])
+
+
+def test_shuffled_data_resumes_to_the_same_bits(tmp_path):
+    data = torch.utils.data.TensorDataset(torch.rand(30, 4, generator=torch.Generator().manual_seed(0)))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    expected = rankone.decompose(small_mlp(), loader, LAYERS, CONFIG, out=tmp_path / "a")
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), loader, LAYERS, CONFIG, out=tmp_path / "b", observer=crash_at(12))
+    torch.rand(5)
+    resumed = rankone.decompose(small_mlp(), loader, LAYERS, CONFIG, out=tmp_path / "b", resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(expected).values(), tensors(resumed).values(), strict=True))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_signals_save_and_stop(whole, tmp_path, signum):
+    def send(progress):
+        if progress.step > 8:
+            os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    with pytest.raises(Interrupted, match=r"Interrupted at step \d+ of 23; everything is saved in .*step-"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=send)
+    assert signal.getsignal(signum) is before
+    resumed = rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(whole[1]).values(), tensors(resumed).values(), strict=True))
+
+
+def test_training_works_outside_the_main_thread(tmp_path):
+    done = []
+    work = threading.Thread(target=lambda: done.append(rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path)))
+    work.start()
+    work.join()
+    assert done
+
+
+def test_checkpoints_are_kept_sparingly(whole):
+    assert [p.name for p in checkpoints(whole[0])] == ["step-000000020.safetensors", "step-000000023.safetensors"]
+
+
+def test_a_damaged_checkpoint_is_refused_with_a_way_out(whole, tmp_path):
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=crash_at(20))
+    newest = checkpoints(tmp_path)[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(RankoneError, match=r"step-000000020.safetensors cannot be read.*Delete that file to resume from step-000000015"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+    newest.unlink()
+    resumed = rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(whole[1]).values(), tensors(resumed).values(), strict=True))
+
+
+def test_resuming_something_else_is_refused(tmp_path):
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=crash_at(12))
+    other = CONFIG.model_copy(update={"seed": 5})
+    with pytest.raises(RankoneError, match=r"written with other settings.*seed was 0 and is now 5"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, other, out=tmp_path, resume=True)
+    with pytest.raises(RankoneError, match="belongs to another target network"):
+        rankone.decompose(small_mlp(seed=9), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+    with pytest.raises(RankoneError, match=r"was written for other layers.*0 had C = 5 and has 6"):
+        rankone.decompose(small_mlp(), uniform(), {"0": 6, "2": 7}, CONFIG, out=tmp_path, resume=True)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RankoneError, match=r"metrics.jsonl has 0 bytes, but the checkpoint was taken when it had"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+
+
+def test_the_warm_up_improves_faithfulness_only():
+    model = _build(small_mlp(), LAYERS, CONFIG, None)
+    gates = {n: p.detach().clone() for n, p in model.named_tensors().items() if "importance" in n}
+    before = faithfulness(model)
+    Training(model, uniform(), CONFIG.model_copy(update={"faithfulness_warmup": CONFIG.faithfulness_warmup.model_copy(update={"steps": 50})}))._warm_up()
+    assert faithfulness(model) < 0.5 * before
+    assert all(torch.equal(model.named_tensors()[n], p) for n, p in gates.items())
+
+
+def test_gradients_are_clipped():
+    training = Training(_build(small_mlp(), LAYERS, CONFIG, None), uniform(), CONFIG)
+    total, _, _ = training.loss_terms(0, torch.rand(8, 4))
+    from rankone.train import _set_gradients
+
+    _set_gradients(training.parameters, 1000 * total)
+    norm = torch.nn.utils.clip_grad_norm_(training.parameters, 1.0)
+    assert norm > 1
+    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in training.parameters])) == pytest.approx(1, abs=1e-4)
+
+
+def test_one_step_is_adam_on_the_total_loss():
+    """The first Adam step moves every parameter by the learning rate against the sign of its gradient."""
+    config = DecompositionConfig(steps=1, optimizer={"lr": 1e-3})
+    model = _build(small_mlp(), LAYERS, config, None)
+    training = Training(model, uniform(), config)
+    before = {n: p.detach().clone() for n, p in model.named_tensors().items()}
+    from rankone.data import batches
+
+    total, _, _ = training.loss_terms(0, next(batches(uniform(), 0)))
+    gradients = dict(zip(before, torch.autograd.grad(total, training.parameters), strict=True))
+    training.run()
+    for name, p in model.named_tensors().items():
+        clear = gradients[name].abs() > 1e-5
+        torch.testing.assert_close((p - before[name])[clear], -1e-3 * gradients[name].sign()[clear], rtol=2e-3, atol=1e-7)
+
+
+def test_training_makes_the_loss_smaller():
+    config = DecompositionConfig(steps=300, optimizer={"lr": 1e-2})
+    history = rankone.decompose(small_mlp(), uniform(), {"*": 8}, config).history
+    assert history[-1]["loss"]["total"] < 0.2 * history[0]["loss"]["total"]
+
+
+def test_a_loss_that_is_not_a_number_stops_training():
+    with pytest.raises(RankoneError, match=r"The loss is nan at step 0 \(it never was finite\). Lower optimizer.lr"):
+        rankone.decompose(
+            small_mlp(), uniform(), {"0": 3}, CONFIG, divergence=lambda output, target: output.sum() * float("nan")
+        )
+
+
+def test_metrics_hold_no_times(whole):
+    lines = (whole[0] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 4, 8, 12, 16, 20, 22]
+    assert set(json.loads(lines[0])) == {"step", "lr", "loss", "l0"}
