@@ -123,7 +123,11 @@ def importance_minimality(layers: Sequence[Layer], X: Sequence[Tensor], p: float
 
 
 def stochastic_recon(
-    f: Network, layers: Sequence[Layer], X: Sequence[Tensor], R: Sequence[Sequence[Tensor]], D: Callable[[Tensor, Tensor], Tensor]
+    f: Network,
+    layers: Sequence[Layer],
+    X: Sequence[Tensor],
+    R: Sequence[Sequence[Tensor]],
+    D: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """R[s][l] has one row of random numbers per datapoint."""
     total = torch.zeros((), dtype=layers[0].W.dtype)
@@ -136,7 +140,11 @@ def stochastic_recon(
 
 
 def stochastic_recon_layerwise(
-    f: Network, layers: Sequence[Layer], X: Sequence[Tensor], R: Sequence[Sequence[Tensor]], D: Callable[[Tensor, Tensor], Tensor]
+    f: Network,
+    layers: Sequence[Layer],
+    X: Sequence[Tensor],
+    R: Sequence[Sequence[Tensor]],
+    D: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """One layer masked at a time, every other layer the original."""
     total = torch.zeros((), dtype=layers[0].W.dtype)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import Conv1D
 from torch import nn
 
+from conftest import Conv1D
 from rankone import Adapter, RankoneError, register_adapter
 from rankone.adapters import adapter_for
 from rankone.components import make_subcomponents

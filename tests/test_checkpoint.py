@@ -71,7 +71,7 @@ def test_foreign_files_are_refused(tmp_path):
 
 def test_json(tmp_path):
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(RankoneError, match="x.json is not valid JSON"):
+    with pytest.raises(RankoneError, match=r"x.json is not valid JSON"):
         read_json(tmp_path / "x.json")
     with pytest.raises(RankoneError, match="There is no file"):
         read_json(tmp_path / "y.json")

@@ -12,7 +12,9 @@ from rankone.losses import LOSSES
 
 def test_yaml_round_trip():
     config = DecompositionConfig(
-        steps=7, losses={"importance_minimality": {"coefficient": 1e-5, "p": 0.9}}, importance={"kind": "layer_mlp", "options": {"width": 3}}
+        steps=7,
+        losses={"importance_minimality": {"coefficient": 1e-5, "p": 0.9}},
+        importance={"kind": "layer_mlp", "options": {"width": 3}},
     )
     again = validated(DecompositionConfig, from_yaml(to_yaml(config), source="text"), source="text")
     assert again == config
@@ -21,7 +23,7 @@ def test_yaml_round_trip():
 
 def test_yaml_numbers_and_duplicate_keys():
     assert from_yaml("a: 1e-3\nb: 2E+4\nc: 5", source="x") == {"a": 1e-3, "b": 2e4, "c": 5}
-    with pytest.raises(RankoneError, match="here is not valid YAML.*the key 'a' stands twice"):
+    with pytest.raises(RankoneError, match=r"here is not valid YAML.*the key 'a' stands twice"):
         from_yaml("a: 1\na: 2", source="here")
     with pytest.raises(RankoneError, match="here is not valid YAML"):
         from_yaml("a: [", source="here")
@@ -63,8 +65,15 @@ def test_not_a_mapping():
 def test_overrides():
     values = DecompositionConfig().model_dump(mode="json")
     changed = override(
-        values, DecompositionConfig,
-        ["optimizer.lr=3e-4", "losses.importance_minimality.p=2", "importance.options.d_gate=4", "optimizer.grad_clip=null", "tied={a: b}"],
+        values,
+        DecompositionConfig,
+        [
+            "optimizer.lr=3e-4",
+            "losses.importance_minimality.p=2",
+            "importance.options.d_gate=4",
+            "optimizer.grad_clip=null",
+            "tied={a: b}",
+        ],
     )
     config = validated(DecompositionConfig, changed, source="here")
     assert config.optimizer.lr == 3e-4
@@ -118,6 +127,8 @@ def test_a_new_loss_is_one_class():
     try:
         config = validated(DecompositionConfig, {"losses": {"size": {"coefficient": 2}}}, source="here")
         assert config.losses["size"].coefficient == 2
-        assert "losses.size.coefficient" in {path for path, _, _ in fields(DecompositionConfig, config.model_dump(mode="json"))}
+        assert "losses.size.coefficient" in {
+            path for path, _, _ in fields(DecompositionConfig, config.model_dump(mode="json"))
+        }
     finally:
         del LOSSES["size"]

@@ -49,7 +49,9 @@ def test_seeds_differ_by_everything_and_are_stable():
     seeds = {seed_for(s, stream, step) for s in (0, 1) for stream in ("data", "masks") for step in (0, 1)}
     assert len(seeds) == 8
     assert seed_for(0, "data", 0) == 7541626262678432639
-    assert torch.equal(torch.rand(3, generator=generator_for(1, "a", 2)), torch.rand(3, generator=generator_for(1, "a", 2)))
+    assert torch.equal(
+        torch.rand(3, generator=generator_for(1, "a", 2)), torch.rand(3, generator=generator_for(1, "a", 2))
+    )
 
 
 def test_merging_rows_of_zeros():

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import small_mlp, uniform
 from torch import nn
 
 import rankone
+from conftest import small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
 
 CONFIG = DecompositionConfig(steps=4, log_every=2, importance={"kind": "mlp", "options": {"d_gate": 4}})
@@ -29,7 +29,7 @@ def test_history_and_views(made):
     assert torch.equal(view.target, target[0].weight)
     torch.testing.assert_close(sum(view.matrix(c) for c in range(5)), view.sum())
     torch.testing.assert_close(view.norms(), torch.stack([view.matrix(c).norm() for c in range(5)]))
-    with pytest.raises(RankoneError, match="No decomposed layer is called '1'. There are: '0', '2'"):
+    with pytest.raises(RankoneError, match=r"No decomposed layer is called '1'. There are: '0', '2'"):
         decomposition.components("1")
 
 
@@ -129,7 +129,11 @@ def test_any_callable_is_a_divergence():
     assert decomposition.history[-1]["loss"]["stochastic_recon"] > 0
     with pytest.raises(RankoneError, match=r"must return one number per datapoint"):
         rankone.decompose(
-            small_mlp(), lambda g: rankone.WeightedBatch(torch.rand(3, 4, generator=g), torch.ones(3)), {"0": 3}, CONFIG, divergence=absolute
+            small_mlp(),
+            lambda g: rankone.WeightedBatch(torch.rand(3, 4, generator=g), torch.ones(3)),
+            {"0": 3},
+            CONFIG,
+            divergence=absolute,
         )
 
 

@@ -22,7 +22,14 @@ class TestIdentity:
 
     @pytest.mark.parametrize(
         ("place", "value", "errors"),
-        [((0, 5), 0.89, 1), ((0, 5), 0.91, 0), ((1, 5), 0.11, 1), ((1, 5), 0.09, 0), ((2, 1), 0.5, 1), ((0, 5), 0.0, 1)],
+        [
+            ((0, 5), 0.89, 1),
+            ((0, 5), 0.91, 0),
+            ((1, 5), 0.11, 1),
+            ((1, 5), 0.09, 0),
+            ((2, 1), 0.5, 1),
+            ((0, 5), 0.0, 1),
+        ],
         ids=["weak diagonal", "strong diagonal", "stray", "faint stray", "spare column", "missing"],
     )
     def test_errors(self, place, value, errors):

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import small_mlp
 from torch import nn
 
 import rankone
+from conftest import small_mlp
 from rankone import DecomposedModel, RankoneError
 from rankone.checkpoint import fingerprint
 from rankone.data import call_with
@@ -16,7 +16,12 @@ from rankone.model import choose_layers
 
 def snapshot(module: nn.Module):
     instance = {name: set(m.__dict__) for name, m in module.named_modules()}
-    return fingerprint(module), instance, [p.grad for p in module.parameters()], [p.requires_grad for p in module.parameters()]
+    return (
+        fingerprint(module),
+        instance,
+        [p.grad for p in module.parameters()],
+        [p.requires_grad for p in module.parameters()],
+    )
 
 
 def test_the_target_is_not_altered():
@@ -47,7 +52,10 @@ def test_the_target_is_restored_after_an_exception():
     model = DecomposedModel(target, {"a": 2})
     before = snapshot(target)
     target.fail = True
-    for attempt in (lambda: model.clean(torch.zeros(1, 3)), lambda: model.masked(torch.zeros(1, 3), {"a": torch.ones(2)})):
+    for attempt in (
+        lambda: model.clean(torch.zeros(1, 3)),
+        lambda: model.masked(torch.zeros(1, 3), {"a": torch.ones(2)}),
+    ):
         with pytest.raises(RuntimeError, match="as planned"):
             attempt()
         assert snapshot(target) == before
@@ -120,14 +128,21 @@ def test_outputs_without_a_getter_are_explained():
 
 @pytest.mark.parametrize("lead", [(6,), (2, 3), (2, 3, 2)], ids=str)
 def test_any_number_of_leading_dimensions(lead):
-    decomposition = rankone.decompose(small_mlp(), [torch.randn(*lead, 4)], {"0": 3, "2": 7}, rankone.DecompositionConfig(steps=2))
+    decomposition = rankone.decompose(
+        small_mlp(), [torch.randn(*lead, 4)], {"0": 3, "2": 7}, rankone.DecompositionConfig(steps=2)
+    )
     importances = decomposition.importances(torch.randn(*lead, 4))
     assert importances["0"].shape == (*lead, 3)
     assert importances["2"].shape == (*lead, 7)
 
 
 def test_patterns():
-    target = nn.ModuleDict({"block": nn.ModuleDict({"fc1": nn.Linear(2, 3), "act": nn.ReLU(), "norm": nn.LayerNorm(3)}), "head": nn.Linear(3, 2)})
+    target = nn.ModuleDict(
+        {
+            "block": nn.ModuleDict({"fc1": nn.Linear(2, 3), "act": nn.ReLU(), "norm": nn.LayerNorm(3)}),
+            "head": nn.Linear(3, 2),
+        }
+    )
     assert choose_layers(target, {"block.*": 5, "head": 7}) == {"block.fc1": 5, "head": 7}
     assert choose_layers(target, {"*": 4}) == {"block.fc1": 4, "head": 4}
 
@@ -146,7 +161,9 @@ def test_patterns():
     ],
 )
 def test_patterns_that_cannot_be_meant(patterns, message):
-    target = nn.ModuleDict({"block": nn.ModuleDict({"fc1": nn.Linear(2, 3), "act": nn.ReLU()}), "head": nn.Linear(3, 2)})
+    target = nn.ModuleDict(
+        {"block": nn.ModuleDict({"fc1": nn.Linear(2, 3), "act": nn.ReLU()}), "head": nn.Linear(3, 2)}
+    )
     with pytest.raises(RankoneError, match=message):
         choose_layers(target, patterns)
 
@@ -189,7 +206,9 @@ def test_a_layer_that_is_called_twice():
 )
 def test_training_mode_is_refused_where_it_matters(module, word):
     target = nn.Sequential(nn.Linear(4, 4), module)
-    with pytest.raises(RankoneError, match=rf"training mode and its layer '1' \({type(module).__name__}\) {word}.*model.eval\(\)"):
+    with pytest.raises(
+        RankoneError, match=rf"training mode and its layer '1' \({type(module).__name__}\) {word}.*model.eval\(\)"
+    ):
         DecomposedModel(target, {"0": 2})
     DecomposedModel(target.eval(), {"0": 2})
     DecomposedModel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), {"0": 2})
@@ -202,7 +221,10 @@ def test_training_mode_is_refused_where_it_matters(module, word):
         ((torch.tensor([[1.0, float("inf"), 0, 0]]),), r"batch's element 0 .*1 infinite"),
         ({"input": torch.full((2, 4), float("nan"))}, r"batch's entry 'input' .*8 NaN"),
         (torch.zeros(0, 4), r"batch is empty: its shape is \(0, 4\)"),
-        (rankone.WeightedBatch(torch.zeros(2, 4), torch.tensor([-1.0, 2.0])), "weights of a WeightedBatch must be non-negative"),
+        (
+            rankone.WeightedBatch(torch.zeros(2, 4), torch.tensor([-1.0, 2.0])),
+            "weights of a WeightedBatch must be non-negative",
+        ),
         (rankone.WeightedBatch(torch.zeros(3, 4), torch.ones(2)), r"3 rows and 2 weights"),
     ],
 )

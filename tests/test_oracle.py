@@ -3,13 +3,13 @@
 import math
 
 import hypothesis.strategies as st
-import oracle
 import pytest
 import torch
-from conftest import Conv1D
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
 
+import oracle
+from conftest import Conv1D
 from rankone import DecomposedModel, WeightedBatch
 from rankone.losses import DIVERGENCES, LOSSES, StepContext
 from rankone.targets.tms import TMS
@@ -108,7 +108,10 @@ def draws(model: DecomposedModel, lead: tuple[int, ...], S: int, seed: int) -> l
     """The random numbers the engine draws, sample by sample and layer by layer, as rows per datapoint."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        [torch.rand(*lead, layer.C, generator=generator, dtype=torch.float64).flatten(0, -2) for layer in model.layers.values()]
+        [
+            torch.rand(*lead, layer.C, generator=generator, dtype=torch.float64).flatten(0, -2)
+            for layer in model.layers.values()
+        ]
         for _ in range(S)
     ]
 
@@ -121,7 +124,10 @@ def assert_same(engine: dict[str, Tensor], literal: dict[str, Tensor], parameter
         for parameter, a, b in zip(parameters, ours, theirs, strict=True):
             zero = torch.zeros_like(parameters[parameter])
             torch.testing.assert_close(
-                zero if a is None else a, zero if b is None else b, rtol=1e-7, atol=1e-10,
+                zero if a is None else a,
+                zero if b is None else b,
+                rtol=1e-7,
+                atol=1e-10,
                 msg=lambda m, n=name, q=parameter: f"gradient of {n} with respect to {q}: {m}",
             )
 
@@ -153,9 +159,15 @@ def test_losses_and_gradients(kinds, widths, Cs, lead, importance, init, diverge
         x = torch.randn(*lead, widths[0], dtype=torch.float64)
         X = list(x.flatten(0, -2))
     originals = [layer.matrix() for layer in model.layers.values()]
-    activations = [lambda x, f=literal_network(chain, up_to=i): f(x, originals) for i in range(len(kinds))]
+    prefixes = [literal_network(chain, up_to=i) for i in range(len(kinds))]
+    activations = [lambda x, f=f: f(x, originals) for f in prefixes]
     literal = literal_losses(
-        literal_network(chain), literal_layers(model, importance, activations), X, draws(model, lead, S, seed), divergence, p
+        literal_network(chain),
+        literal_layers(model, importance, activations),
+        X,
+        draws(model, lead, S, seed),
+        divergence,
+        p,
     )
     assert_same(engine_losses(model, x, divergence, S, p, seed), literal, model.named_tensors())
 
@@ -174,7 +186,8 @@ def test_toy_model_of_superposition(tied, n_identity, merged):
     scatter_gates(model, 3)
     assert ("unembed.U" in model.named_tensors()) is not tied
     x = torch.tensor(
-        [[0.8, 0, 0, 0.3], [0, 0, 0, 0], [0, 0.5, 0, 0], [0.1, 0.9, 0.4, 0], [0, 0, 0, 0], [0, 0, 0.7, 0]], dtype=torch.float64
+        [[0.8, 0, 0, 0.3], [0, 0, 0, 0], [0, 0.5, 0, 0], [0.1, 0.9, 0.4, 0], [0, 0, 0, 0], [0, 0, 0.7, 0]],
+        dtype=torch.float64,
     )
     W = network.embed.weight.detach()
     bias = network.unembed.bias.detach()

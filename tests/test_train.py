@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
-from conftest import small_mlp, uniform
 
 import rankone
+from conftest import small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
 from rankone.checkpoint import load_sealed
 from rankone.decomposition import _build
@@ -17,7 +17,11 @@ from rankone.losses import faithfulness
 from rankone.train import Interrupted, Training, checkpoints
 
 CONFIG = DecompositionConfig(
-    steps=23, log_every=4, checkpoint_every=5, importance={"options": {"d_gate": 4}}, faithfulness_warmup={"steps": 3},
+    steps=23,
+    log_every=4,
+    checkpoint_every=5,
+    importance={"options": {"d_gate": 4}},
+    faithfulness_warmup={"steps": 3},
     optimizer={"lr": 1e-2, "schedule": "quarter_cosine", "warmup_steps": 2, "grad_clip": 1.0},
 )
 LAYERS = {"0": 5, "2": 7}
@@ -57,7 +61,9 @@ def test_a_crashed_run_resumes_to_the_same_bits(whole, tmp_path, step):
         assert torch.equal(tensors(resumed)[name], tensor), name
     assert (tmp_path / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
     assert resumed.history == expected.history
-    assert (tmp_path / "decomposition" / "components.safetensors").read_bytes() == (out / "decomposition" / "components.safetensors").read_bytes()
+    assert (tmp_path / "decomposition" / "components.safetensors").read_bytes() == (
+        out / "decomposition" / "components.safetensors"
+    ).read_bytes()
     final = [load_sealed(checkpoints(d)[-1])[0] for d in (out, tmp_path)]
     assert final[0].keys() == final[1].keys()
     assert all(torch.equal(final[0][key], final[1][key]) for key in final[0])
@@ -90,7 +96,9 @@ def test_signals_save_and_stop(whole, tmp_path, signum):
 
 def test_training_works_outside_the_main_thread(tmp_path):
     done = []
-    work = threading.Thread(target=lambda: done.append(rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path)))
+    work = threading.Thread(
+        target=lambda: done.append(rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path))
+    )
     work.start()
     work.join()
     assert done
@@ -105,7 +113,9 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_out(whole, tmp_path):
         rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=crash_at(20))
     newest = checkpoints(tmp_path)[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
-    with pytest.raises(RankoneError, match=r"step-000000020.safetensors cannot be read.*Delete that file to resume from step-000000015"):
+    with pytest.raises(
+        RankoneError, match=r"step-000000020.safetensors cannot be read.*Delete that file to resume from step-000000015"
+    ):
         rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
     newest.unlink()
     resumed = rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
@@ -131,7 +141,11 @@ def test_the_warm_up_improves_faithfulness_only():
     model = _build(small_mlp(), LAYERS, CONFIG, None)
     gates = {n: p.detach().clone() for n, p in model.named_tensors().items() if "importance" in n}
     before = faithfulness(model)
-    Training(model, uniform(), CONFIG.model_copy(update={"faithfulness_warmup": CONFIG.faithfulness_warmup.model_copy(update={"steps": 50})}))._warm_up()
+    Training(
+        model,
+        uniform(),
+        CONFIG.model_copy(update={"faithfulness_warmup": CONFIG.faithfulness_warmup.model_copy(update={"steps": 50})}),
+    )._warm_up()
     assert faithfulness(model) < 0.5 * before
     assert all(torch.equal(model.named_tensors()[n], p) for n, p in gates.items())
 
@@ -144,7 +158,9 @@ def test_gradients_are_clipped():
     _set_gradients(training.parameters, 1000 * total)
     norm = torch.nn.utils.clip_grad_norm_(training.parameters, 1.0)
     assert norm > 1
-    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in training.parameters])) == pytest.approx(1, abs=1e-4)
+    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in training.parameters])) == pytest.approx(
+        1, abs=1e-4
+    )
 
 
 def test_one_step_is_adam_on_the_total_loss():
@@ -160,7 +176,9 @@ def test_one_step_is_adam_on_the_total_loss():
     training.run()
     for name, p in model.named_tensors().items():
         clear = gradients[name].abs() > 1e-5
-        torch.testing.assert_close((p - before[name])[clear], -1e-3 * gradients[name].sign()[clear], rtol=2e-3, atol=1e-7)
+        torch.testing.assert_close(
+            (p - before[name])[clear], -1e-3 * gradients[name].sign()[clear], rtol=2e-3, atol=1e-7
+        )
 
 
 def test_training_makes_the_loss_smaller():

@@ -69,7 +69,9 @@ def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); it was cut short or damaged and is not loaded.") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); it was cut short or damaged and is not loaded."
+        ) from None
     try:
         sealed = json.loads(header[_KEY])
         meta, seal = sealed["meta"], sealed["seal"]

@@ -6,6 +6,7 @@ readable message and an exit code; anything else is a bug and keeps its tracebac
 
 import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -27,8 +28,8 @@ from rankone.experiments.run import Summary, can_report, evaluate_run, read_conf
 from rankone.experiments.run import run as run_experiment
 from rankone.report import write_report
 from rankone.targets import save_target, train_until_good
-from rankone.train import Interrupted, checkpoints
 from rankone.trackers import Progress as TrainingProgress
+from rankone.train import Interrupted, checkpoints
 
 app = App(
     name="rankone",
@@ -96,17 +97,26 @@ def run(
         if not resume:
             raise ConfigError(f"{directory} is a run directory. Add --resume to go on with it.")
         if preset is not None or seed is not None or steps is not None or settings:
-            raise ConfigError(f"{directory} is resumed with its own settings; leave out --preset, --seed, --steps and overrides.")
+            raise ConfigError(
+                f"{directory} is resumed with its own settings; leave out --preset, --seed, --steps and overrides."
+            )
         config, out = read_config(directory), out or directory
     else:
         config = experiment_config(experiment, preset=preset, seed=seed, steps=steps, assignments=assignments(settings))
     out = out or Path("runs") / f"{config.experiment}-{config.preset}-seed{config.seed}"
     if not can_report():
-        errors.print("Note: matplotlib or jinja2 is missing, so there will be no figures and no report. pip install 'rankone\\[report]'")
-    console.print(f"{config.title or config.experiment}: preset {config.preset}, seed {config.seed}, {config.steps:,} steps, into {out}", soft_wrap=True)
+        errors.print(
+            "Note: matplotlib or jinja2 is missing, so there will be no figures and no report. pip install 'rankone\\[report]'"
+        )
+    console.print(
+        f"{config.title or config.experiment}: preset {config.preset}, seed {config.seed}, {config.steps:,} steps, into {out}",
+        soft_wrap=True,
+    )
     found = checkpoints(out)
     if resume:
-        console.print(f"Resuming from {found[-1].name}." if found else "There is no checkpoint yet: starting at step 0.")
+        console.print(
+            f"Resuming from {found[-1].name}." if found else "There is no checkpoint yet: starting at step 0."
+        )
     try:
         with _Display(config.steps) as display:
             summary = run_experiment(config, out, resume=resume, observer=display, say=display.say)
@@ -114,12 +124,19 @@ def run(
         errors.print(f"\n{stop}\nGo on with: rankone run {shlex.quote(str(out))} --resume", soft_wrap=True)
         raise SystemExit(128 + stop.signum) from None
     _print_summary(summary)
-    console.print(f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}", soft_wrap=True)
+    console.print(
+        f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}", soft_wrap=True
+    )
 
 
 @config_app.command
 def show(
-    experiment: str, /, *settings: Override, preset: str | None = None, seed: int | None = None, steps: int | None = None
+    experiment: str,
+    /,
+    *settings: Override,
+    preset: str | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
 ) -> None:
     """Print the complete settings of an experiment as YAML; save it, change it, and give it to `rankone run`.
 
@@ -176,15 +193,21 @@ def train_target(experiment: str, /, *, seed: int | None = None, out: Path | Non
     first = target.training.seed if seed is None else seed
     for attempt, model, loss, good, numbers in train_until_good(target, first):
         verdict = "[green]good[/]" if good else "[red]not good[/]"
-        console.print(f"seed {attempt}: loss {loss:.6f}, {verdict}  " + ", ".join(f"{k} {v:.3f}" for k, v in numbers.items()))
+        console.print(
+            f"seed {attempt}: loss {loss:.6f}, {verdict}  " + ", ".join(f"{k} {v:.3f}" for k, v in numbers.items())
+        )
         if good:
             path = out or Path("targets") / f"{config.experiment}-seed{attempt}.safetensors"
             sha = save_target(path, model, target, attempt)
             same = sha == target.sha256
-            console.print(f"Wrote {path}\nSHA-256 {sha}{', the same as the pinned target' if same else ''}", soft_wrap=True)
+            console.print(
+                f"Wrote {path}\nSHA-256 {sha}{', the same as the pinned target' if same else ''}", soft_wrap=True
+            )
             if not same:
                 weights = shlex.quote(f"target.weights={path}")
-                console.print(f"Decompose it with: rankone run {experiment} {weights} target.sha256={sha}", soft_wrap=True)
+                console.print(
+                    f"Decompose it with: rankone run {experiment} {weights} target.sha256={sha}", soft_wrap=True
+                )
 
 
 @app.command
@@ -226,7 +249,9 @@ def assignments(tokens: tuple[str, ...]) -> list[str]:
         key = token.removeprefix("--")
         if "=" not in key and token.startswith("--"):
             if not rest:
-                raise ConfigError(f"{token} has no value, or is no option of this command. Write key=value, for instance seed=1.")
+                raise ConfigError(
+                    f"{token} has no value, or is no option of this command. Write key=value, for instance seed=1."
+                )
             key = f"{key}={rest.pop(0)}"
         result.append(key)
     return result
@@ -244,7 +269,9 @@ def _print_summary(summary: Summary) -> None:
         table.add_row(name, pattern, str(check["errors"]), str(alive), f"{summary['l0'][name]:.3f}")
     console.print(table)
     if summary["mmcs"] is not None:
-        console.print(f"MMCS {summary['mmcs']:.4f}, ML2R {summary['ml2r']:.4f} over alive subcomponents of {summary['similarity_of']}")
+        console.print(
+            f"MMCS {summary['mmcs']:.4f}, ML2R {summary['ml2r']:.4f} over alive subcomponents of {summary['similarity_of']}"
+        )
     masks = ", ".join(f"{name} {value:.2e}" for name, value in summary["reconstruction"].items())
     console.print(f"Divergence from the target under masks: {masks}")
     memory = f", {summary['peak_rss_mb']:.0f} MB at most" if summary["peak_rss_mb"] else ""
@@ -268,7 +295,12 @@ class _Display:
 
     def __init__(self, steps: int) -> None:
         self._bar = Progress(
-            BarColumn(bar_width=24), MofNCompleteColumn(), _Pace(), TextColumn("{task.fields[numbers]}"), console=console, auto_refresh=True
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            _Pace(),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            auto_refresh=True,
         )
         self._task = self._bar.add_task("", total=steps, numbers="")
         self._spoke = -self.SECONDS_BETWEEN_LINES
@@ -286,23 +318,35 @@ class _Display:
 
     def __call__(self, progress: TrainingProgress) -> None:
         losses, l0 = progress.record["loss"], progress.record["l0"]
-        short = {"faithfulness": "faith", "stochastic_recon": "recon", "stochastic_recon_layerwise": "layer", "importance_minimality": "min"}
+        short = {
+            "faithfulness": "faith",
+            "stochastic_recon": "recon",
+            "stochastic_recon_layerwise": "layer",
+            "importance_minimality": "min",
+        }
         numbers = " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
         numbers += "  L0 " + "/".join(f"{value:.2f}" for value in l0.values())
         if console.is_terminal:
             self._bar.update(
-                self._task, completed=progress.step, pace=progress.ms_per_step, left=progress.seconds_left, numbers=numbers
+                self._task,
+                completed=progress.step,
+                pace=progress.ms_per_step,
+                left=progress.seconds_left,
+                numbers=numbers,
             )
         elif time.monotonic() - self._spoke >= self.SECONDS_BETWEEN_LINES or progress.step == progress.steps:
             self._spoke = time.monotonic()
             left = f"{progress.seconds_left:.0f} s left"
-            print(f"step {progress.step}/{progress.steps}  {numbers}  {progress.ms_per_step:.1f} ms/step, {left}", flush=True)
+            print(
+                f"step {progress.step}/{progress.steps}  {numbers}  {progress.ms_per_step:.1f} ms/step, {left}",
+                flush=True,
+            )
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Run the command line; every expected failure becomes one message and an exit code."""
     try:
-        app()
+        app(sys.argv[1:] if words is None else words)
     except RankoneError as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(1) from None

@@ -42,6 +42,8 @@ class TiedSubcomponents(Subcomponents):
     It owns no parameter, so that an optimiser sees the shared factors exactly once.
     """
 
+    _source: Subcomponents
+
     def __init__(self, source: Subcomponents, *, transposed: bool) -> None:
         nn.Module.__init__(self)
         # Not a registered submodule: the parameters belong to the source alone.

@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rankone.components import INITS
 from rankone.errors import ConfigError, near_matches
@@ -77,6 +85,12 @@ class FaithfulnessWarmupSettings(Settings):
     """Its learning rate."""
 
 
+def paper_losses() -> dict[str, Loss]:
+    """The four losses of the paper with their defaults."""
+    names = ("faithfulness", "stochastic_recon", "stochastic_recon_layerwise", "importance_minimality")
+    return {name: loss_from(name, {}) for name in names}
+
+
 class DecompositionConfig(Settings):
     """How to decompose a model: everything but the model, its data and the choice of layers."""
 
@@ -86,7 +100,7 @@ class DecompositionConfig(Settings):
     """Training steps."""
     divergence: str = "mse"
     """How outputs are compared: `mse` or `kl`. From Python, pass any function as `divergence=` instead."""
-    losses: dict[str, SerializeAsAny[Loss]] = Field(default_factory=lambda: {name: cls() for name, cls in LOSSES.items()})  # pyright: ignore[reportCallIssue]
+    losses: dict[str, SerializeAsAny[Loss]] = Field(default_factory=paper_losses)
     """The terms of the training loss, by name. What is not listed is not used."""
     importance: ImportanceSettings = ImportanceSettings()
     """The causal importance function."""

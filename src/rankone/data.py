@@ -120,9 +120,10 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
     if isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)
     elif callable(data):
+        sampler: Sampler = data
         step = start
         while True:
-            yield data(generator_for(seed, stream, step))
+            yield sampler(generator_for(seed, stream, step))
             step += 1
     else:
         raise BatchError(

@@ -21,8 +21,8 @@ from rankone.data import Batch, Data, to_device
 from rankone.errors import CheckpointError, ConfigError, LayerError
 from rankone.losses import Divergence
 from rankone.model import DecomposedModel, OutputGetter, overridden
-from rankone.train import Training, checkpoints
 from rankone.trackers import Observer, Record, read_metrics
+from rankone.train import Training, checkpoints
 
 FORMAT = 1
 
@@ -58,6 +58,8 @@ class LayerView:
 
 class AblatedModel(nn.Module):
     """The target with chosen layers reduced to chosen subcomponents; call it exactly like the target."""
+
+    _model: DecomposedModel
 
     def __init__(self, model: DecomposedModel, keep: Mapping[str, Float[Tensor, " C"]]) -> None:
         super().__init__()
@@ -131,7 +133,11 @@ class Decomposition:
                     }
                     for name, layer in self.model.layers.items()
                 },
-                "config": {k: v for k, v in self.config.model_dump(mode="json").items() if k in DecompositionConfig.model_fields},
+                "config": {
+                    k: v
+                    for k, v in self.config.model_dump(mode="json").items()
+                    if k in DecompositionConfig.model_fields
+                },
             },
         )
         return path
@@ -141,12 +147,16 @@ class Decomposition:
         index = torch.as_tensor(chosen if isinstance(chosen, Tensor) else list(chosen))
         if index.dtype == torch.bool:
             if index.shape != (C,):
-                raise LayerError(f"keep[{name!r}] has shape {tuple(index.shape)}; a boolean choice needs C = {C} entries.")
+                raise LayerError(
+                    f"keep[{name!r}] has shape {tuple(index.shape)}; a boolean choice needs C = {C} entries."
+                )
             kept = index
         else:
             wrong = [int(i) for i in index.flatten() if not 0 <= int(i) < C]
             if wrong:
-                raise LayerError(f"keep[{name!r}] names subcomponent {wrong[0]}, but the layer has subcomponents 0 to {C - 1}.")
+                raise LayerError(
+                    f"keep[{name!r}] names subcomponent {wrong[0]}, but the layer has subcomponents 0 to {C - 1}."
+                )
             kept = torch.zeros(C, dtype=torch.bool)
             kept[index.long()] = True
         return kept.to(self.model.device, self.model.layer(name).subcomponents.U.dtype)
@@ -181,7 +191,9 @@ def decompose(
     if resume and directory is None:
         raise ConfigError("resume=True needs out=, the directory of the run to resume.")
     if directory is not None and not resume and checkpoints(directory):
-        raise CheckpointError(f"{directory} already holds a run. Pass resume=True to go on with it, or choose another out=.")
+        raise CheckpointError(
+            f"{directory} already holds a run. Pass resume=True to go on with it, or choose another out=."
+        )
     decomposed = _build(model, targets, config, output)
     training = Training(decomposed, data, config, divergence=divergence, directory=directory, observer=observer)
     trained = training.run(resume=resume)

@@ -59,7 +59,8 @@ class Evaluation:
         return {
             "recovered": self.recovered,
             "checks": {
-                name: {"pattern": c.pattern, "expected": c.expected, "errors": c.errors} for name, c in self.checks.items()
+                name: {"pattern": c.pattern, "expected": c.expected, "errors": c.errors}
+                for name, c in self.checks.items()
             },
             **{key: similar.get(key) for key in ("mmcs", "ml2r", "mmcs_all", "ml2r_all")},
             "similarity_of": similar.get("layer"),

@@ -74,9 +74,7 @@ def check_importance(kind: str, options: Mapping[str, Option]) -> None:
             raise ConfigError(f"Importance function {kind!r} has no option {option!r}. {hint}")
 
 
-def make_importance(
-    kind: str, options: Mapping[str, Option], C: int, generator: torch.Generator
-) -> ImportanceFunction:
+def make_importance(kind: str, options: Mapping[str, Option], C: int, generator: torch.Generator) -> ImportanceFunction:
     """A freshly initialised importance function for a layer of C subcomponents."""
     check_importance(kind, options)
     return IMPORTANCES[kind](C, generator, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]

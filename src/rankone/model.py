@@ -37,8 +37,15 @@ class CleanPass:
 class DecomposedLayer(nn.Module):
     """One decomposed layer: the original module, its matrix view, its subcomponents and their importance function."""
 
+    module: nn.Module
+
     def __init__(
-        self, name: str, module: nn.Module, adapter: Adapter, subcomponents: Subcomponents, importance: ImportanceFunction
+        self,
+        name: str,
+        module: nn.Module,
+        adapter: Adapter,
+        subcomponents: Subcomponents,
+        importance: ImportanceFunction,
     ) -> None:
         super().__init__()
         self.name = name
@@ -72,6 +79,8 @@ class DecomposedModel(nn.Module):
     function, an attribute or key, or an index.
     """
 
+    target: nn.Module
+
     def __init__(
         self,
         target: nn.Module,
@@ -97,7 +106,9 @@ class DecomposedModel(nn.Module):
             adapter = adapter_for(module, name)
             W = adapter.matrix(module).detach()
             if not W.is_floating_point():
-                raise LayerError(f"Layer {name!r} has a weight of type {W.dtype}; only floating point can be decomposed.")
+                raise LayerError(
+                    f"Layer {name!r} has a weight of type {W.dtype}; only floating point can be decomposed."
+                )
             if name in tied:
                 continue
             parts = make_subcomponents(W, C, init, generator_for(seed, f"init/components/{name}"))
@@ -252,7 +263,9 @@ def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, i
     found: dict[str, str] = {}
     for pattern, C in patterns.items():
         if isinstance(C, bool) or not isinstance(C, int) or C < 1:
-            raise LayerError(f"Pattern {pattern!r} asks for C = {C!r} subcomponents; C must be a whole number of at least 1.")
+            raise LayerError(
+                f"Pattern {pattern!r} asks for C = {C!r} subcomponents; C must be a whole number of at least 1."
+            )
         hits = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
         matrices = [n for n in hits if n == pattern or _owns_matrix(modules[n])]
         if not matrices:
@@ -329,9 +342,13 @@ def _check_tied_names(tied: Mapping[str, str], chosen: Mapping[str, int]) -> Non
     for name, source in tied.items():
         for given in (name, source):
             if given not in chosen:
-                raise LayerError(f"tied names the layer {given!r}, which is not decomposed. {near_matches(given, chosen)}")
+                raise LayerError(
+                    f"tied names the layer {given!r}, which is not decomposed. {near_matches(given, chosen)}"
+                )
         if source in tied or source == name:
-            raise LayerError(f"Layer {name!r} is tied to {source!r}, which is itself tied. Tie both to the same untied layer.")
+            raise LayerError(
+                f"Layer {name!r} is tied to {source!r}, which is itself tied. Tie both to the same untied layer."
+            )
 
 
 def _tie_orientation(name: str, W: Tensor, source_name: str, source: Tensor) -> bool:

@@ -65,7 +65,9 @@ def weight_columns(view: LayerView, shown: int) -> "Figure":
     return figure
 
 
-def network_diagrams(views: Mapping[str, LayerView], singles: Sequence[tuple[str, int]], tied: Mapping[str, str]) -> "Figure":
+def network_diagrams(
+    views: Mapping[str, LayerView], singles: Sequence[tuple[str, int]], tied: Mapping[str, str]
+) -> "Figure":
     """The network drawn once for the target, once for the sum, and once for each single subcomponent.
 
     Layers stand from bottom to top; a line is a weight, red positive and blue negative, as wide as it is large. A
@@ -132,7 +134,9 @@ def matrices(view: LayerView, shown: int) -> "Figure":
             for o, row in enumerate(matrix.tolist()):
                 for j, value in enumerate(row):
                     shade = "white" if abs(value) > 0.6 * largest else INK
-                    axes.text(j, o, f"{value:.2f}".replace("-0.00", "0.00"), ha="center", va="center", fontsize=8, color=shade)
+                    axes.text(
+                        j, o, f"{value:.2f}".replace("-0.00", "0.00"), ha="center", va="center", fontsize=8, color=shade
+                    )
         axes.set(xticks=[], yticks=[])
         axes.set_title(title, fontsize=9, color=INK)
         all_axes.append(axes)
@@ -140,11 +144,13 @@ def matrices(view: LayerView, shown: int) -> "Figure":
     return figure
 
 
-def importance_heatmap(importances: Mapping[str, Tensor], checks: Mapping[str, Check], labels: Mapping[str, str]) -> "Figure":
+def importance_heatmap(
+    importances: Mapping[str, Tensor], checks: Mapping[str, Check], labels: Mapping[str, str]
+) -> "Figure":
     """Causal importances on one-hot inputs, a row per feature, columns permuted as the recovery check sorted them."""
     count = len(importances)
     C = max(g.shape[1] for g in importances.values())
-    figure = _figure(min(12, 1.2 + count * (3.4 if C <= 40 else 4.4)), 2.6 if C <= 40 else 3.2)
+    figure = _figure(min(12.0, 1.2 + count * (3.4 if C <= 40 else 4.4)), 2.6 if C <= 40 else 3.2)
     image: Any = None
     all_axes = []
     for i, (name, g) in enumerate(importances.items()):
@@ -169,7 +175,7 @@ def loss_curves(history: Sequence[Record]) -> "Figure":
     losses = figure.add_subplot(1, 2, 1)
     for name in history[0]["loss"]:
         values = [record["loss"][name] for record in history]
-        style = {"color": INK, "linewidth": 1.6} if name == "total" else {"linewidth": 1.0}
+        style: dict[str, Any] = {"color": INK, "linewidth": 1.6} if name == "total" else {"linewidth": 1.0}
         losses.plot(steps, values, label=LOSS_NAMES.get(name, name), **style)
     losses.set_yscale("log")
     losses.set_title("losses (without their coefficients; total with)", fontsize=9, color=INK)

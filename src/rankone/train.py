@@ -156,7 +156,9 @@ class Training:
     def _refuse_non_finite(self, step: int, total: Tensor) -> None:
         if bool(torch.isfinite(total)):
             return
-        finite = f"the last finite record is of step {self.history[-1]['step']}" if self.history else "it never was finite"
+        finite = (
+            f"the last finite record is of step {self.history[-1]['step']}" if self.history else "it never was finite"
+        )
         raise TrainingError(
             f"The loss is {total.item()} at step {step} ({finite}). Lower optimizer.lr, set optimizer.grad_clip, "
             "or raise the eps of importance_minimality if its p is below 1."
@@ -217,7 +219,9 @@ class Training:
                 for name in sorted(set(meta["C"]) | set(layers))
                 if meta["C"].get(name) != layers.get(name)
             ]
-            raise CheckpointError(f"{path} was written for other layers: {'; '.join(changed)}. Choose the same layers to resume.")
+            raise CheckpointError(
+                f"{path} was written for other layers: {'; '.join(changed)}. Choose the same layers to resume."
+            )
         differing = differences(meta["config"], self.config.model_dump(mode="json"))
         if differing:
             raise CheckpointError(

@@ -1,12 +1,12 @@
 """One run from settings to report, in a directory that anyone can read.
 
-    config.yaml      complete settings; `rankone run config.yaml` repeats the run
-    metrics.jsonl    losses and sparsity at every log step
-    checkpoints/     exact training state, for --resume
-    decomposition/   the result: components.safetensors, decomposition.json, history.jsonl
-    figures/         the figures as SVG
-    report.html      one page that explains all of it
-    summary.json     the numbers; written last, so its presence means the run is complete
+config.yaml      complete settings; `rankone run config.yaml` repeats the run
+metrics.jsonl    losses and sparsity at every log step
+checkpoints/     exact training state, for --resume
+decomposition/   the result: components.safetensors, decomposition.json, history.jsonl
+figures/         the figures as SVG
+report.html      one page that explains all of it
+summary.json     the numbers; written last, so its presence means the run is complete
 """
 
 import platform
@@ -29,8 +29,8 @@ from rankone.evaluate import Evaluation, evaluate
 from rankone.experiments import ExperimentConfig
 from rankone.report import write_report
 from rankone.targets import load_target
-from rankone.train import checkpoints
 from rankone.trackers import Observer
+from rankone.train import checkpoints
 
 Summary = dict[str, Any]
 
@@ -164,5 +164,7 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"Another rankone process is running in {out}. Wait for it, or choose another --out.") from None
+            raise CheckpointError(
+                f"Another rankone process is running in {out}. Wait for it, or choose another --out."
+            ) from None
         yield

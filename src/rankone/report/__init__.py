@@ -68,7 +68,8 @@ def write_report(
             }
             for name, layer in result.model.layers.items()
         ],
-        pictures=[(p.title, p.caption, _inline(p.svg)) for p in pictures],
+        pictures=[(p.title, p.caption, _inline(p.svg)) for p in pictures[:-1]],
+        training_pictures=[(p.title, p.caption, _inline(p.svg)) for p in pictures[-1:]],
         masks=[(name, MASK_MEANINGS[name], evaluation.reconstruction[name]) for name in MASK_MEANINGS],
         important=IMPORTANT,
         certain=CERTAIN,
@@ -78,11 +79,16 @@ def write_report(
 
 
 def draw(result: Decomposition, evaluation: Evaluation) -> list[Picture]:
-    """Every figure that suits this decomposition."""
+    """Every figure that suits this decomposition, that of training last."""
     views = {name: result.components(name) for name in result.layers}
     tied = result.model.tied
     own = {name: view for name, view in views.items() if name not in tied}
-    shown = {name: min(7, (evaluation.checks[name].expected if name in evaluation.checks else len(evaluation.alive[name])) + 1) for name in own}
+    shown = {
+        name: min(
+            7, (evaluation.checks[name].expected if name in evaluation.checks else len(evaluation.alive[name])) + 1
+        )
+        for name in own
+    }
     pictures = []
     for name, view in own.items():
         if view.target.shape[0] == 2 and view.target.shape[1] > 2:
@@ -91,19 +97,25 @@ def draw(result: Decomposition, evaluation: Evaluation) -> list[Picture]:
                 f"Of the {view.C} subcomponents the {min(view.C, shown[name])} largest are shown. A recovered subcomponent holds one "
                 "column and nothing else; what is left over has no size."
             )
-            pictures.append(_picture(f"columns-{name}", f"Columns of {name}", caption, plot.weight_columns(view, shown[name])))
+            pictures.append(
+                _picture(f"columns-{name}", f"Columns of {name}", caption, plot.weight_columns(view, shown[name]))
+            )
         elif view.target.numel() <= 1024:
             caption = f"The matrix, the sum of its {view.C} subcomponents, and the {min(view.C, shown[name])} largest ones by themselves."
             pictures.append(_picture(f"matrix-{name}", f"Weights of {name}", caption, plot.matrices(view, shown[name])))
     if sum(view.target.numel() for view in views.values()) <= 2048:
         most = 8 if max(max(v.target.shape) for v in views.values()) <= 10 else 6
-        singles = [(name, c) for name, view in own.items() for c in plot.by_size(view) if c in evaluation.alive[name]][:most]
+        singles = [(name, c) for name, view in own.items() for c in plot.by_size(view) if c in evaluation.alive[name]][
+            :most
+        ]
         caption = (
             "Inputs at the bottom, outputs at the top; red lines are positive weights, blue negative, wider means larger. First the "
             "target, then the network made of all subcomponents, then networks made of one subcomponent each"
             f"{' (tied layers share theirs)' if tied else ''}."
         )
-        pictures.append(_picture("networks", "The network and its parts", caption, plot.network_diagrams(views, singles, tied)))
+        pictures.append(
+            _picture("networks", "The network and its parts", caption, plot.network_diagrams(views, singles, tied))
+        )
     if evaluation.probe_importances:
         labels = {name: _label(name, evaluation) for name in evaluation.probe_importances}
         caption = (

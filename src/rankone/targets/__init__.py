@@ -54,7 +54,9 @@ def save_target(path: Path, model: nn.Module, settings: TargetSettings, seed: in
     return fingerprint(model)
 
 
-def train_until_good(settings: TargetSettings, seed: int, tries: int = 10) -> Iterator[tuple[int, nn.Module, float, bool, dict[str, float]]]:
+def train_until_good(
+    settings: TargetSettings, seed: int, tries: int = 10
+) -> Iterator[tuple[int, nn.Module, float, bool, dict[str, float]]]:
     """Train with seed, seed + 1, ... and yield (seed, model, loss, good, numbers) for each, until one is a good target."""
     for attempt in range(seed, seed + tries):
         model, loss = settings.train(attempt)

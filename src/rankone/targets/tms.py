@@ -24,6 +24,8 @@ from rankone.metrics import Pattern
 class TransposedLinear(nn.Module):
     """A linear layer whose weight is the transpose of another layer's: one parameter, two uses."""
 
+    _source: nn.Linear
+
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
         # Not registered: the weight belongs to the source and is saved and trained once.
@@ -127,7 +129,8 @@ class TMSTarget(Settings):
         """The pattern of importances that each matrix must show: W one subcomponent per feature, I dense."""
         patterns: dict[str, tuple[Pattern, int]] = {"embed": ("identity", self.n_features)}
         patterns |= {f"hidden.{i}": ("dense", self.n_hidden) for i in range(self.n_identity)}
-        return patterns | {"unembed": ("identity", self.n_features)}
+        patterns["unembed"] = ("identity", self.n_features)
+        return patterns
 
     def train(self, seed: int) -> tuple[TMS, float]:
         """Train a fresh target; also return its mean loss over the last hundredth of training."""
@@ -172,7 +175,10 @@ class TMSTarget(Settings):
             "smallest_column_norm": float(norms.min()),
             "largest_column_norm": float(norms.max()),
         }
-        good = found["smallest_own_response"] > 0.5 and found["largest_other_response"] < found["smallest_own_response"] / 2
+        good = (
+            found["smallest_own_response"] > 0.5
+            and found["largest_other_response"] < found["smallest_own_response"] / 2
+        )
         if self.n_hidden == 2:
             angles = torch.atan2(W[1], W[0]).sort().values.tolist()
             gaps = [math.degrees(b - a) for a, b in pairwise([*angles, angles[0] + 2 * math.pi])]

@@ -1,0 +1,262 @@
+"""The command line as a user meets it: every command, every shipped config, and what it says when something is wrong."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from rankone import cli
+from rankone.experiments import PRESETS, experiment_config, experiment_names
+
+SMALL = ("--steps", "12", "batch_size=128", "log_every=5", "checkpoint_every=5")
+
+
+@pytest.fixture
+def rankone(monkeypatch, capsys, tmp_path):
+    """Run one command line in an empty directory; give back (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            cli.main(list(words))
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("name", experiment_names())
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_shipped_experiment_runs(rankone, tmp_path, name, preset):
+    code, out, err = rankone("run", name, "--preset", preset, "--seed", "3", *SMALL)
+    assert code == 0, err
+    directory = tmp_path / "runs" / f"{name}-{preset}-seed3"
+    assert f"Report: runs/{name}-{preset}-seed3/report.html" in out
+    assert "step 12/12" in out
+    assert "ms/step" in out
+    summary = json.loads((directory / "summary.json").read_text())
+    needed = "experiment preset seed steps wall_seconds ms_per_step peak_rss_mb recovered checks mmcs ml2r mmcs_all ml2r_all n_alive l0 losses versions"
+    assert set(needed.split()) <= set(summary)
+    assert summary["recovered"] is False
+    assert summary["steps"] == 12
+    for check in summary["checks"].values():
+        assert check["pattern"] in ("identity", "dense")
+        assert check["errors"] >= 0
+    found = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "decomposition/components.safetensors",
+    } <= found
+    assert {"decomposition/decomposition.json", "checkpoints/step-000000012.safetensors"} <= found
+    assert {"figures/importances.svg", "figures/losses.svg", "figures/networks.svg"} <= found
+    assert not [f for f in found if f.endswith(".tmp")]
+
+
+def test_a_config_file_repeats_a_run(rankone, tmp_path):
+    assert rankone("run", "tms_5-2-id", *SMALL, "--out", "a")[0] == 0
+    code, _, _ = rankone("run", "a/config.yaml", "--out", "b")
+    assert code == 0
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
+    assert (tmp_path / "a/config.yaml").read_bytes() == (tmp_path / "b/config.yaml").read_bytes()
+    for name in ("importances", "networks", "losses", "columns-embed", "matrix-hidden.0"):
+        assert (tmp_path / f"a/figures/{name}.svg").read_bytes() == (tmp_path / f"b/figures/{name}.svg").read_bytes()
+
+
+def test_report_is_one_readable_file(rankone, tmp_path):
+    rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    page = (tmp_path / "a/report.html").read_text()
+    for words in (
+        "Not recovered",
+        "How recovery is judged",
+        "What was decomposed",
+        "All settings",
+        "feature_probability: 0.05",
+        "12 steps",
+    ):
+        assert words in page
+    assert page.count("<svg") == 4
+    links = [part.split('"')[0] for mark in ('src="', 'href="') for part in page.split(mark)[1:]]
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links), "the page must not load anything"
+
+
+def test_evaluate_and_report_again(rankone, tmp_path):
+    rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    before = json.loads((tmp_path / "a/summary.json").read_text())
+    page = (tmp_path / "a/report.html").read_text()
+    code, out, _ = rankone("evaluate", "a")
+    assert code == 0
+    assert "not recovered" in out
+    assert json.loads((tmp_path / "a/summary.json").read_text()) == before
+    (tmp_path / "a/report.html").unlink()
+    code, out, _ = rankone("report", "a")
+    assert code == 0
+    assert "Report: a/report.html" in out
+    assert (tmp_path / "a/report.html").read_text() == page
+
+
+def test_list(rankone):
+    code, out, _ = rankone("list")
+    assert code == 0
+    for name in experiment_names():
+        assert name in out
+
+
+def test_config_show_is_complete_and_runs(rankone, tmp_path):
+    code, out, _ = rankone("config", "show", "tms_5-2", "--preset", "paper", "--seed", "4", "optimizer.lr=2e-3")
+    assert code == 0
+    values = yaml.safe_load(out)
+    assert values["preset"] == "paper"
+    assert values["seed"] == 4
+    assert values["optimizer"]["lr"] == 2e-3
+    assert values["overrides"] == ["optimizer.lr=2e-3"]
+    (tmp_path / "mine.yaml").write_text(out)
+    assert rankone("run", "mine.yaml", *SMALL)[0] == 0
+
+
+def test_config_explain(rankone):
+    code, out, _ = rankone("config", "explain")
+    assert code == 0
+    for setting in ("optimizer.lr", "losses.importance_minimality.p", "target.n_features", "faithfulness_warmup.steps"):
+        assert setting in out
+
+
+def test_train_target(rankone, tmp_path, monkeypatch):
+    import rankone.targets.tms as tms
+
+    monkeypatch.setattr(tms.TMSTarget, "check", lambda self, model: (True, {"number": 1.0}))
+    config = yaml.safe_load(rankone("config", "show", "tms_5-2")[1])
+    config["target"]["training"]["steps"] = 5
+    (tmp_path / "quick.yaml").write_text(yaml.safe_dump(config))
+    code, out, _ = rankone("train-target", "quick.yaml", "--seed", "7")
+    assert code == 0
+    assert "seed 7: loss" in out
+    assert "Wrote targets/tms_5-2-seed7.safetensors" in out
+    command = out.split("Decompose it with: rankone ")[1].split()
+    assert rankone(*command, *SMALL)[0] == 0
+
+
+def test_interrupted_and_finished_runs(rankone, tmp_path):
+    rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    code, _, err = rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    assert code == 1
+    assert "a already holds a run, which is complete. Add --resume" in err
+    code, out, _ = rankone("run", "a", "--resume")
+    assert code == 0
+    assert "a is already complete" in out
+    summary = (tmp_path / "a/summary.json").read_text()
+    (tmp_path / "a/summary.json").unlink()
+    code, _, err = rankone("report", "a")
+    assert code == 1
+    assert "a is not complete yet. Finish it with: rankone run a --resume" in err
+    assert rankone("run", "a", "--resume")[0] == 0
+    same = ("checks", "mmcs", "losses", "reconstruction", "l0")
+    assert all(json.loads(summary)[k] == json.loads((tmp_path / "a/summary.json").read_text())[k] for k in same)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "tms_5-3"], "There is no experiment 'tms_5-3'. Did you mean 'tms_5-2'"),
+        (["run", "none.yaml"], "There is no config file none.yaml"),
+        (["run", "tms_5-2", "--preset", "papr"], "There is no preset 'papr'. Did you mean 'paper'"),
+        (["run", "tms_5-2", "--sede", "3"], "There is no setting 'sede'. Did you mean 'seed'"),
+        (["run", "tms_5-2", "optimizer.lrr=3"], "There is no setting 'optimizer.lrr'. Did you mean 'optimizer.lr'"),
+        (["run", "tms_5-2", "optimizer.lr"], "has no value; write key=value"),
+        (["run", "tms_5-2", "--optimizer.lr"], "has no value"),
+        (["run", "tms_5-2", "optimizer.lr=fast"], "optimizer.lr: Input should be a valid number"),
+        (["run", "tms_5-2", "--steps", "0"], "steps: Input should be greater than or equal to 1"),
+        (
+            ["run", "tms_5-2", "layers={embde: 3}"],
+            "Pattern 'embde' matches no module in TMS. Did you mean 'embed' or 'unembed'",
+        ),
+        (["run", "tms_5-2", "target.sha256=ab"], "but the config pins ab"),
+        (["evaluate", "nothing"], "nothing is not a run directory"),
+        (["report", "nothing"], "nothing is not a run directory"),
+        (["config", "show", "tms"], "There is no experiment 'tms'"),
+    ],
+)
+def test_mistakes_get_one_message(rankone, words, message):
+    code, _, err = rankone(*words)
+    assert code == 1
+    assert message in err.replace("\n", " ")
+    assert "Traceback" not in err
+
+
+def test_a_run_with_other_settings_is_not_resumed(rankone):
+    rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    code, _, err = rankone("run", "tms_5-2", *SMALL, "--out", "a", "--seed", "1", "--resume")
+    assert code == 1
+    assert "holds a run with other settings: seed was 0 and is now 1" in err
+    code, _, err = rankone("run", "a", "--resume", "--seed", "2")
+    assert code == 1
+    assert "resumed with its own settings" in err
+    code, _, err = rankone("run", "a")
+    assert code == 1
+    assert "a is a run directory. Add --resume" in err
+
+
+def test_preset_does_not_go_with_a_file(rankone, tmp_path):
+    (tmp_path / "x.yaml").write_text(rankone("config", "show", "tms_5-2")[1])
+    code, _, err = rankone("run", "x.yaml", "--preset", "paper")
+    assert code == 1
+    assert "--preset chooses among the settings of a shipped experiment" in err
+
+
+def test_an_unknown_schema_is_refused(rankone, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        rankone("config", "show", "tms_5-2")[1].replace("schema_version: 1", "schema_version: 2")
+    )
+    code, _, err = rankone("run", "x.yaml")
+    assert code == 1
+    assert "schema_version: Input should be 1 (got 2)" in err
+
+
+def test_an_unwritable_place_is_named(rankone, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = rankone("run", "tms_5-2", *SMALL, "--out", "file/run")
+    assert code == 1
+    assert "cannot read or write file/run" in err
+
+
+def test_two_processes_in_one_directory(rankone, tmp_path):
+    import fcntl
+
+    (tmp_path / "a").mkdir()
+    with open(tmp_path / "a/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    assert code == 1
+    assert "Another rankone process is running in a" in err
+
+
+def test_without_the_report_extra(rankone, tmp_path, monkeypatch):
+    for module in (cli, sys.modules["rankone.experiments.run"]):
+        monkeypatch.setattr(module, "can_report", lambda: False)
+    code, out, err = rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    assert code == 0
+    assert "pip install 'rankone[report]'" in err
+    assert "Numbers: a/summary.json" in out
+    assert not (tmp_path / "a/report.html").exists()
+    code, _, err = rankone("report", "a")
+    assert code == 1
+    assert "pip install 'rankone[report]'" in err
+
+
+def test_presets_differ_only_where_they_say():
+    for name in experiment_names():
+        paper = experiment_config(name, preset="paper").model_dump(mode="json")
+        default = experiment_config(name, preset="default").model_dump(mode="json")
+        stated = {d["setting"] for d in default.pop("differs_from_paper")}
+        paper.pop("differs_from_paper")
+        from rankone.config import differences
+
+        differing = {d.split(" was ")[0] for d in differences(paper, default)} - {"preset"}
+        assert differing == stated, name
+        assert all(d.why for d in experiment_config(name).differs_from_paper)
