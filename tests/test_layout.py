@@ -8,7 +8,29 @@ import pytest
 
 from conftest import ROOT
 
-ORDER = ["errors", "components", "adapters", "importance", "masks", "data", "model", "losses", "config", "checkpoint", "trackers", "metrics", "train", "decomposition", "evaluate", "plot", "targets", "experiments", "report", "experiments.run", "cli"]
+ORDER = [
+    "errors",
+    "components",
+    "adapters",
+    "importance",
+    "masks",
+    "data",
+    "model",
+    "losses",
+    "config",
+    "checkpoint",
+    "trackers",
+    "metrics",
+    "train",
+    "decomposition",
+    "evaluate",
+    "plot",
+    "targets",
+    "experiments",
+    "report",
+    "experiments.run",
+    "cli",
+]
 
 
 def imported(path) -> set[str]:

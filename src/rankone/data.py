@@ -8,7 +8,7 @@ callable that draws a batch from a generator, or any re-iterable (list, DataLoad
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -120,7 +120,7 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
     if isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)
     elif callable(data):
-        sampler: Sampler = data
+        sampler = cast(Sampler, data)
         step = start
         while True:
             yield sampler(generator_for(seed, stream, step))

@@ -1,0 +1,81 @@
+"""What the README says is true: its commands run, its code runs, its files exist."""
+
+import re
+import shlex
+
+import pytest
+
+from conftest import ROOT
+from rankone import cli
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
+COMMANDS = [
+    line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.startswith("rankone ")
+]
+CHAINS = [
+    line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.startswith("python3 ")
+]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The same command with few steps on small batches: the full runs are in results/."""
+    if words[0] != "run":
+        return words
+    if "--steps" in words:
+        words[words.index("--steps") + 1] = "20"
+    else:
+        words += ["--steps", "20"]
+    return [*words, "batch_size=64"]
+
+
+def test_every_command_in_order(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert len(COMMANDS) >= 8
+    assert {shlex.split(c)[1] for c in COMMANDS} == {"list", "run", "config", "evaluate", "report", "train-target"}
+    for command in COMMANDS:
+        try:
+            cli.main(shortened(shlex.split(command)[1:]))
+        except SystemExit as stop:
+            assert not stop.code, f"{command}: {capsys.readouterr().err}"  # noqa: PT017
+    assert "the same as the pinned target" in capsys.readouterr().out
+
+
+def test_the_two_commands():
+    main, test = CHAINS
+    assert main == "python3 -m venv .venv && .venv/bin/pip install '.[report]' && .venv/bin/rankone run tms_5-2"
+    assert test in (ROOT / ".ci/run").read_text().splitlines(), "CI must run the README's test command, word for word"
+
+
+@pytest.mark.parametrize("code", [block for kind, block in BLOCKS if kind == "python"])
+def test_python_code(code, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_example(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {"__name__": "example"}
+    exec(compile((ROOT / "examples/own_model.py").read_text(), "own_model.py", "exec"), scope)
+    result = scope["main"](steps=20)
+    assert result.layers == ["0", "2"]
+    assert "without them" in capsys.readouterr().out
+
+
+def test_links_and_documented_files_exist():
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+    tree = next(block for kind, block in BLOCKS if not kind and block.startswith("src/rankone/"))
+    folder = ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name
+        assert (ROOT / (name if name == folder else folder + name)).exists(), line
+    listed = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}
+    present = {p.name for p in (ROOT / "src/rankone").iterdir()} - {"__init__.py", "__main__.py", "__pycache__"}
+    assert listed == present
+
+
+def test_no_placeholder_is_left():
+    assert "@@" not in README
