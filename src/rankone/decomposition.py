@@ -20,7 +20,7 @@ from rankone.config import DecompositionConfig, validated
 from rankone.data import Batch, Data, to_device
 from rankone.errors import CheckpointError, ConfigError, LayerError
 from rankone.losses import Divergence
-from rankone.model import DecomposedModel, OutputGetter, overridden
+from rankone.model import DecomposedModel, OutputGetter
 from rankone.trackers import Observer, Record, read_metrics
 from rankone.train import Training, checkpoints
 
@@ -68,13 +68,7 @@ class AblatedModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def reduced(name: str, kept: Tensor) -> Any:
-            layer = self._model.layers[name]
-            return lambda *a, **k: layer.write(layer.read(a[0] if a else next(iter(k.values()))) * kept)
-
-        forwards = {self._model.layers[name].module: reduced(name, kept) for name, kept in self._keep.items()}
-        with overridden(forwards):
-            return self._model.target(*args, **kwargs)
+        return self._model.under(self._keep, lambda: self._model.target(*args, **kwargs))
 
 
 @dataclass
@@ -85,7 +79,6 @@ class Decomposition:
     config: DecompositionConfig
     history: list[Record] = field(default_factory=list)
     seconds: float = 0.0
-    output: OutputGetter = None
 
     @property
     def layers(self) -> list[str]:
@@ -115,7 +108,7 @@ class Decomposition:
         save_sealed(path / "components.safetensors", self.model.named_tensors(), {"format": FORMAT})
         lines = "".join(json.dumps(record) + "\n" for record in self.history)
         write_atomic(path / "history.jsonl", lines)
-        getter = self.output if self.output is None or isinstance(self.output, str | int) else {"callable": True}
+        output = self.model.output
         write_json(
             path / "decomposition.json",
             {
@@ -123,7 +116,7 @@ class Decomposition:
                 "rankone": version("rankone"),
                 "torch": torch.__version__,
                 "target": {"class": type(self.model.target).__name__, "sha256": fingerprint(self.model.target)},
-                "output": getter,
+                "output": {"callable": True} if callable(output) else output,
                 "layers": {
                     name: {
                         "C": layer.C,
@@ -197,7 +190,7 @@ def decompose(
     decomposed = _build(model, targets, config, output)
     training = Training(decomposed, data, config, divergence=divergence, directory=directory, observer=observer)
     trained = training.run(resume=resume)
-    result = Decomposition(decomposed, config, trained.history, trained.seconds, output)
+    result = Decomposition(decomposed, config, trained.history, trained.seconds)
     if directory is not None:
         result.save(directory / "decomposition")
     return result
@@ -229,7 +222,7 @@ def load(path: str | Path, model: nn.Module, *, output: OutputGetter = None) -> 
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(tensors[name])
-    return Decomposition(decomposed, config, read_metrics(path / "history.jsonl"), output=getter)
+    return Decomposition(decomposed, config, read_metrics(path / "history.jsonl"))
 
 
 def _build(

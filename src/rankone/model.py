@@ -80,6 +80,7 @@ class DecomposedModel(nn.Module):
     """
 
     target: nn.Module
+    output: OutputGetter
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class DecomposedModel(nn.Module):
         super().__init__()
         _refuse_training_mode(target)
         object.__setattr__(self, "target", target)
-        self._output = output
+        object.__setattr__(self, "output", output)  # a getter that is a module must not be trained
         chosen = choose_layers(target, layers)
         tied = dict(tied or {})
         _check_tied_names(tied, chosen)
@@ -179,8 +180,9 @@ class DecomposedModel(nn.Module):
 
             return forward
 
-        output = self._run(batch, {name: recorder(layer) for name, layer in self.layers.items()})
-        return CleanPass(output.detach(), inputs)
+        recorders = {name: recorder(layer) for name, layer in self.layers.items()}
+        result = self._run(lambda: call_with(self.target, batch), recorders)
+        return CleanPass(pick_output(result, self.output).detach(), inputs)
 
     def inner(self, clean: CleanPass) -> dict[str, Tensor]:
         """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
@@ -201,6 +203,10 @@ class DecomposedModel(nn.Module):
 
         `inner` gives inner activations that are already known, for layers whose input is the clean one.
         """
+        return pick_output(self.under(masks, lambda: call_with(self.target, batch), inner), self.output)
+
+    def under(self, masks: Masks, run: Callable[[], Any], inner: Mapping[str, Tensor] | None = None) -> Any:
+        """Whatever `run()` returns while the target's layers in `masks` are their masked subcomponents."""
         known = inner or {}
 
         def replacement(layer: DecomposedLayer, mask: Tensor) -> Callable[..., Tensor]:
@@ -218,14 +224,15 @@ class DecomposedModel(nn.Module):
                     f"The mask for layer {name!r} has {mask.shape[-1]} entries in its last dimension, but the layer "
                     f"has C = {self.layer(name).C} subcomponents."
                 )
-        return self._run(batch, {name: replacement(self.layer(name), mask) for name, mask in masks.items()})
+        return self._run(run, {name: replacement(self.layer(name), mask) for name, mask in masks.items()})
 
     def forward(self, batch: Batch) -> Tensor:
         """The target with every decomposed matrix replaced by the sum of its subcomponents."""
         ones = {name: layer.subcomponents.U.new_ones(layer.C) for name, layer in self.layers.items()}
         return self.masked(batch, ones)
 
-    def _run(self, batch: Batch, forwards: Mapping[str, Callable[..., Any]]) -> Tensor:
+    def _run(self, run: Callable[[], Any], forwards: Mapping[str, Callable[..., Any]]) -> Any:
+        """`run()` with these forwards in place; each must be called exactly once."""
         calls: Counter[str] = Counter()
 
         def counted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +243,7 @@ class DecomposedModel(nn.Module):
             return call
 
         with overridden({self.layers[name].module: counted(name, f) for name, f in forwards.items()}):
-            result = call_with(self.target, batch)
+            result = run()
         for name in forwards:
             if calls[name] == 0:
                 raise LayerError(
@@ -248,7 +255,7 @@ class DecomposedModel(nn.Module):
                     f"Layer {name!r} is called {calls[name]} times in one forward pass; rankone decomposes layers that are "
                     "called once. Give each use a module of its own (they may share the weight: see `tied`), or leave it out."
                 )
-        return pick_output(result, self._output)
+        return result
 
 
 def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INK = "#1f2933"
 FAINT = "#c5ccd3"
 FEATURE_COLOURS = "tab10"
-DIVERGING = "RdBu"
+DIVERGING = "RdBu_r"  # red is positive, as in the network diagrams
 LOSS_NAMES = {
     "total": "total",
     "faithfulness": "faithfulness",
@@ -83,8 +83,8 @@ def network_diagrams(
         networks.append((f"{name}\nsubcomponent {c}", zero | {n: views[n].matrix(c) for n in sharing}))
     largest = max(float(view.target.abs().max()) for view in views.values())
     wide = max(max(view.target.shape) for view in views.values())
-    columns = min(len(networks), 8 if wide <= 10 else 4)
-    rows = -(-len(networks) // columns)
+    rows = -(-len(networks) // (8 if wide <= 10 else 4))
+    columns = -(-len(networks) // rows)
     figure = _figure((1.6 if wide <= 10 else 3.2) * columns, 2.3 * rows)
     for i, (title, matrices) in enumerate(networks):
         axes = figure.add_subplot(rows, columns, i + 1)
