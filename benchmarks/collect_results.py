@@ -28,8 +28,11 @@ alive subcomponents of W; the paper's values are from its Table 1.
 
 
 def keep(run: Path) -> None:
-    """Copy what is worth keeping of one run."""
+    """Copy what is worth keeping of one run; runs that are not a preset as it stands are passed over."""
     summary = read_json(run / "summary.json")
+    if summary["overrides"] or summary["preset"] == "custom":
+        print(f"{run} is passed over: it is not a preset as it stands ({', '.join(summary['overrides'])})")
+        return
     kept = RESULTS / f"{summary['experiment']}-{summary['preset']}-seed{summary['seed']}"
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)

@@ -1,10 +1,10 @@
-"""Kill a real run with SIGKILL at random moments, resume it each time, and compare with a run that was never killed.
+"""Kill real runs with SIGKILL at random moments, resume each, and compare with a run that was never killed.
 
     python benchmarks/kill_and_resume.py --kills 20
 
-One run is left alone. A second one is started, killed after a random time, resumed, killed again, and so on; after the last kill
-it may finish. Both must then hold the same bytes: metrics, components, optimiser state and figures. Kills fall anywhere:
-during start-up, training, the writing of a checkpoint, evaluation and the drawing of the report.
+One run is left alone. Then, for every kill, a fresh run is started in a directory of its own, killed at a random moment after it has
+begun to train, and resumed to its end. It must then hold the same bytes as the undisturbed run: metrics, components, optimiser
+state, figures. Moments fall anywhere between the first step and the last file, the writing of checkpoints and of the report included.
 """
 
 import argparse
@@ -25,64 +25,77 @@ def command(out: Path, steps: int, every: int) -> list[str]:
     return [sys.executable, "-m", "rankone", "run", "tms_5-2-id", "--steps", str(steps), "--out", str(out), *settings]
 
 
-def killed_run(out: Path, kills: int, steps: int, every: int, longest: float, chance: random.Random) -> list[dict]:
-    """Run to the end in spite of `kills` kills; return where each of them struck."""
-    struck = []
-    while True:
-        words = [*command(out, steps, every), *(["--resume"] if (out / "config.yaml").exists() else [])]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        wait = chance.uniform(0.2, longest) if len(struck) < kills else None
-        try:
-            text, _ = process.communicate(timeout=wait)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            found = checkpoints(out)
-            struck.append({"after_seconds": round(wait or 0, 2), "newest": found[-1].name if found else None})
-            continue
-        if process.returncode != 0:
-            raise SystemExit(f"A resumed run failed with exit code {process.returncode}:\n{text}")
-        if len(struck) >= kills:
-            return struck
-        # It finished before all kills were used up: take the finish away and go on killing at the end of the run.
-        (out / "summary.json").unlink()
+def start(words: list[str], out: Path) -> subprocess.Popen:
+    """Start a run and return when its first metrics are there."""
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        if process.poll() is not None:
+            raise SystemExit(f"A run ended before it began: {process.stderr.read() if process.stderr else ''}")
+        time.sleep(0.01)
+    return process
+
+
+def finish(words: list[str]) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"A resumed run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def last_step(out: Path) -> int:
+    """The last step that metrics.jsonl shows whole."""
+    lines = (out / "metrics.jsonl").read_text().split("\n")[:-1]
+    return json.loads(lines[-1])["step"]
 
 
 def differences(a: Path, b: Path) -> list[str]:
     """The files in which two finished runs differ."""
-    found = []
     exact = ["config.yaml", "metrics.jsonl", "decomposition/components.safetensors", "decomposition/history.jsonl"]
     exact += [f"figures/{p.name}" for p in sorted((a / "figures").glob("*.svg"))]
-    found += [name for name in exact if (a / name).read_bytes() != (b / name).read_bytes()]
+    found = [name for name in exact if (a / name).read_bytes() != (b / name).read_bytes()]
     first, second = (load_sealed(checkpoints(d)[-1])[0] for d in (a, b))
     found += [f"checkpoint: {key}" for key in first if not first[key].equal(second[key])]
     one, two = (json.loads((d / "summary.json").read_text()) for d in (a, b))
-    found += [
-        f"summary: {k}" for k in one if one[k] != two[k] and k not in ("wall_seconds", "ms_per_step", "peak_rss_mb")
-    ]
-    return found
+    measured = ("wall_seconds", "ms_per_step", "peak_rss_mb")
+    return found + [f"summary: {k}" for k in one if one[k] != two[k] and k not in measured]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--checkpoint-every", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--checkpoint-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     options = parser.parse_args()
+    chance = random.Random(options.seed)
+    differing: list[str] = []
+    training = 0
     with tempfile.TemporaryDirectory() as folder:
-        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
+        whole = Path(folder) / "whole"
+        process = start(command(whole, options.steps, options.checkpoint_every), whole)
         began = time.perf_counter()
-        subprocess.run(command(whole, options.steps, options.checkpoint_every), check=True, stdout=subprocess.DEVNULL)
+        process.communicate()
         undisturbed = time.perf_counter() - began
-        chance = random.Random(options.seed)
-        struck = killed_run(broken, options.kills, options.steps, options.checkpoint_every, undisturbed, chance)
-        for number, kill in enumerate(struck, 1):
-            print(f"kill {number}: after {kill['after_seconds']} s, newest checkpoint {kill['newest']}")
-        differing = differences(whole, broken)
-        verdict = "bit-identical" if not differing else f"DIFFERS in {', '.join(differing)}"
-        print(f"{len(struck)} kills; undisturbed run {undisturbed:.1f} s; result: {verdict}")
-        raise SystemExit(1 if differing else 0)
+        for number in range(1, options.kills + 1):
+            out = Path(folder) / f"killed-{number}"
+            words = command(out, options.steps, options.checkpoint_every)
+            process = start(words, out)
+            moment = chance.uniform(0, undisturbed)
+            time.sleep(moment)
+            process.kill()
+            process.communicate()
+            step = last_step(out)
+            training += step < options.steps - 1
+            where = f"at step {step}" if step < options.steps - 1 else "after the last step"
+            if (out / "summary.json").exists():
+                where = "after the end"
+            finish([*words, "--resume"])
+            found = differences(whole, out)
+            differing += found
+            print(f"kill {number}: {moment:.2f} s into the run, {where}: {found or 'same'}", flush=True)
+    verdict = "bit-identical" if not differing else f"DIFFERENT in {', '.join(sorted(set(differing)))}"
+    print(f"{options.kills} kills, {training} of them during training; all resumed runs are {verdict}")
+    raise SystemExit(1 if differing else 0)
 
 
 if __name__ == "__main__":

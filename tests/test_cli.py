@@ -177,6 +177,8 @@ def test_interrupted_and_finished_runs(rankone, tmp_path):
             "Pattern 'embde' matches no module in TMS. Did you mean 'embed' or 'unembed'",
         ),
         (["run", "tms_5-2", "target.sha256=ab"], "but the config pins ab"),
+        (["run", "tms_5-2", "preset=paper"], "'preset=paper' cannot be given as an override. Use --preset"),
+        (["run", "tms_5-2", "importance.options.d_gate=4.5"], "d_gate is 4.5; it must be a whole number"),
         (["evaluate", "nothing"], "nothing is not a run directory"),
         (["report", "nothing"], "nothing is not a run directory"),
         (["config", "show", "tms"], "There is no experiment 'tms'"),
@@ -187,6 +189,60 @@ def test_mistakes_get_one_message(rankone, words, message):
     assert code == 1
     assert message in err.replace("\n", " ")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "checked"),
+    [(("layers={embed: 20}", "tied={}"), {"embed"}), (("layers={unembed: 9}", "tied={}"), {"unembed"})],
+)
+def test_some_layers_only(rankone, tmp_path, settings, checked):
+    code, _, err = rankone("run", "tms_5-2", *SMALL, *settings, "--out", "a")
+    assert code == 0, err
+    summary = json.loads((tmp_path / "a/summary.json").read_text())
+    assert set(summary["checks"]) == checked
+    assert (summary["mmcs"] is not None) is ("embed" in checked)
+
+
+def test_one_layer_may_have_another_number_of_subcomponents(rankone, tmp_path):
+    assert rankone("run", "tms_5-2-id", *SMALL, "layers.hidden.0=30", "--out", "a")[0] == 0
+    assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["layers"] == {
+        "embed": 20,
+        "hidden.0": 30,
+        "unembed": 20,
+    }
+
+
+def test_a_refused_run_does_not_stand_in_the_way(rankone):
+    code, _, err = rankone("run", "tms_5-2", *SMALL, "layers.embed=0", "--out", "a")
+    assert code == 1
+    assert "asks for C = 0" in err
+    assert rankone("run", "tms_5-2", *SMALL, "--out", "a")[0] == 0
+
+
+def test_an_edited_preset_is_no_preset(rankone, tmp_path):
+    shown = rankone("config", "show", "tms_5-2", "--preset", "paper", "--seed", "8")[1]
+    (tmp_path / "same.yaml").write_text(shown)
+    (tmp_path / "edited.yaml").write_text(shown.replace("lr: 0.001", "lr: 0.003"))
+    assert yaml.safe_load(rankone("config", "show", "same.yaml")[1])["preset"] == "paper"
+    assert yaml.safe_load(rankone("config", "show", "edited.yaml")[1])["preset"] == "custom"
+
+
+def test_a_narrow_terminal_shows_what_matters(monkeypatch):
+    from io import StringIO
+
+    from rich.console import Console
+
+    from rankone.trackers import Progress
+
+    screen = StringIO()
+    monkeypatch.setattr(cli, "console", Console(file=screen, width=80, force_terminal=True))
+    losses = dict.fromkeys(
+        ("total", "faithfulness", "stochastic_recon", "stochastic_recon_layerwise", "importance_minimality"), 0.001
+    )
+    with cli._Display(40_000) as display:
+        display(Progress({"loss": losses, "l0": {"embed": 0.25, "unembed": 0.5}}, 12_000, 40_000, 60.0, 5.0))
+    for words in ("12000/40000", "5.0 ms/step", "2:20 left", "L0 0.25/0.50"):
+        assert words in screen.getvalue()
 
 
 def test_a_run_with_other_settings_is_not_resumed(rankone):
@@ -223,6 +279,18 @@ def test_an_unwritable_place_is_named(rankone, tmp_path):
     code, _, err = rankone("run", "tms_5-2", *SMALL, "--out", "file/run")
     assert code == 1
     assert "cannot read or write file/run" in err
+
+
+def test_files_that_are_not_what_they_should_be(rankone, tmp_path):
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe")
+    code, _, err = rankone("run", "x.yaml")
+    assert code == 1
+    assert "x.yaml is not a text file in UTF-8" in err
+    rankone("run", "tms_5-2", *SMALL, "--out", "a")
+    (tmp_path / "a/summary.json").write_text("{}")
+    code, _, err = rankone("report", "a")
+    assert code == 1
+    assert "is not the summary of a run" in err
 
 
 def test_two_processes_in_one_directory(rankone, tmp_path):

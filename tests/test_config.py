@@ -41,7 +41,13 @@ def test_yaml_numbers_and_duplicate_keys():
         ({"init": "kaming"}, r"init: unknown initialisation 'kaming'. Did you mean 'kaiming'"),
         ({"divergence": "msee"}, r"unknown divergence 'msee'. Did you mean 'mse'"),
         ({"losses": {"faithfullness": {}}}, r"losses: Unknown loss 'faithfullness'. Did you mean 'faithfulness'"),
-        ({"losses": {"importance_minimality": {"p": 0}}}, r"losses.*p"),
+        ({"losses": {"importance_minimality": {"p": 0}}}, r"importance_minimality.p: .*greater than 0 \(got 0\)"),
+        ({"losses": {"importance_minimality": {"q": 0}}}, r"importance_minimality has no setting 'q'"),
+        (
+            {"losses": {"importance_minimality": {"p": 0.5, "eps": 0}}},
+            r"slope of the penalty at 0 is infinite unless eps",
+        ),
+        ({"importance": {"kind": "linear", "options": {"d_gate": 3}}}, r"set importance.options=\{\} as well"),
         ({"losses": {"faithfulness": {"coefficient": 0}}}, r"nothing to train"),
         ({"losses": 3}, r"expected a mapping of loss names"),
         ({"importance": {"kind": "mlpp"}}, r"importance: Unknown importance function 'mlpp'"),
@@ -80,6 +86,8 @@ def test_overrides():
     assert config.losses["importance_minimality"].p == 2
     assert config.importance.options == {"d_gate": 4}
     assert config.tied == {"a": "b"}
+    dotted = override(changed, DecompositionConfig, ["tied.blocks.0.out=blocks.0.in"])
+    assert dotted["tied"] == {"a": "b", "blocks.0.out": "blocks.0.in"}
     assert values["optimizer"]["lr"] == 1e-3
 
 

@@ -9,6 +9,8 @@ from torch import nn
 import rankone
 from conftest import small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
+from rankone.data import batches
+from rankone.evaluate import evaluate
 
 CONFIG = DecompositionConfig(steps=4, log_every=2, importance={"kind": "mlp", "options": {"d_gate": 4}})
 
@@ -52,6 +54,10 @@ def test_ablation(made):
     nothing = decomposition.ablated({"0": []})(x)
     torch.testing.assert_close(nothing, target[2](torch.relu(target[0].bias)).expand(6, 4))
     assert list(decomposition.ablated({"0": [1]}).parameters()) == []
+    with pytest.raises(
+        RankoneError, match=r"holds numbers of type torch.float32; expected indices or a boolean choice"
+    ):
+        decomposition.ablated({"0": decomposition.importances(x)["0"][0]})
     with pytest.raises(RankoneError, match=r"keep\['0'\] names subcomponent 5, but the layer has subcomponents 0 to 4"):
         decomposition.ablated({"0": [5]})
     with pytest.raises(RankoneError, match=r"a boolean choice needs C = 5 entries"):
@@ -91,6 +97,62 @@ def test_a_damaged_artifact_is_refused(made, tmp_path):
         rankone.load(tmp_path / "d", target)
 
 
+def test_files_of_two_artifacts_cannot_be_mixed(made, tmp_path):
+    target, decomposition = made
+    other = rankone.decompose(target, uniform(), {"0": 5, "2": 7}, CONFIG.model_copy(update={"seed": 1}))
+    decomposition.save(tmp_path / "a")
+    other.save(tmp_path / "b")
+    (tmp_path / "a/components.safetensors").write_bytes((tmp_path / "b/components.safetensors").read_bytes())
+    with pytest.raises(RankoneError, match=r"components.safetensors and decomposition.json do not belong together"):
+        rankone.load(tmp_path / "a", target)
+    history = tmp_path / "b/history.jsonl"
+    history.write_text(history.read_text()[:-5])
+    with pytest.raises(RankoneError, match=r"history.jsonl is missing or was changed"):
+        rankone.load(tmp_path / "b", target)
+
+
+def test_buffers_of_importance_functions_are_part_of_it(tmp_path):
+    @rankone.register_importance("counting")
+    class Counting(rankone.ImportanceFunction):
+        def __init__(self, C, generator):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(C))
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, h):
+            if torch.is_grad_enabled():
+                self.seen += 1
+            return h * self.scale + self.seen
+
+    try:
+        config = CONFIG.model_copy(
+            update={"importance": CONFIG.importance.model_copy(update={"kind": "counting", "options": {}})}
+        )
+        target = small_mlp()
+        decomposition = rankone.decompose(target, uniform(), {"0": 3}, config)
+        assert decomposition.model.layers["0"].importance.seen == config.steps
+        loaded = rankone.load(decomposition.save(tmp_path / "d"), target)
+        assert loaded.model.layers["0"].importance.seen == config.steps
+        assert "0.importance.seen" not in decomposition.model.trained()
+    finally:
+        del rankone.importance.IMPORTANCES["counting"]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_decomposing_inside_other_grad_modes(made, context):
+    target = small_mlp()
+    with context():
+        decomposition = rankone.decompose(target, uniform(), {"0": 5, "2": 7}, CONFIG)
+    assert decomposition.history == made[1].history
+
+
+def test_a_target_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        target = small_mlp()
+    with pytest.raises(RankoneError, match=r"Layer '0' was created under torch.inference_mode"):
+        rankone.decompose(target, uniform(), {"0": 5}, CONFIG)
+
+
 def test_an_artifact_of_another_format_is_refused(made, tmp_path):
     target, decomposition = made
     path = decomposition.save(tmp_path / "d") / "decomposition.json"
@@ -112,7 +174,7 @@ def test_output_getters_survive(tmp_path):
     rankone.decompose(target, uniform(), {"a": 3}, CONFIG, output=0).save(tmp_path / "index")
     assert rankone.load(tmp_path / "index", target).importances(torch.rand(2, 4))["a"].shape == (2, 3)
     rankone.decompose(target, uniform(), {"a": 3}, CONFIG, output=lambda r: r[0]).save(tmp_path / "function")
-    with pytest.raises(RankoneError, match="pass the same function to load"):
+    with pytest.raises(RankoneError, match=r"was made with the function .*<lambda> as output=; pass it to load"):
         rankone.load(tmp_path / "function", target)
     assert rankone.load(tmp_path / "function", target, output=lambda r: r[0]).layers == ["a"]
 
@@ -160,6 +222,45 @@ def test_resume_needs_a_directory_and_a_directory_is_not_overwritten(tmp_path):
     rankone.decompose(small_mlp(), uniform(), {"0": 3}, CONFIG, out=tmp_path)
     with pytest.raises(RankoneError, match=r"already holds a run. Pass resume=True"):
         rankone.decompose(small_mlp(), uniform(), {"0": 3}, CONFIG, out=tmp_path)
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(RankoneError, match=r"already holds a run"):
+        rankone.decompose(small_mlp(), uniform(), {"0": 3}, CONFIG, out=tmp_path)
+
+
+def test_a_config_may_be_a_plain_mapping():
+    decomposition = rankone.decompose(small_mlp(), uniform(), {"0": 3}, {"steps": 2, "optimizer": {"lr": 0.1}})
+    assert decomposition.config.optimizer.lr == 0.1
+    with pytest.raises(RankoneError, match=r"stepz: unknown setting. Did you mean 'steps'"):
+        rankone.decompose(small_mlp(), uniform(), {"0": 3}, {"stepz": 2})
+    with pytest.raises(RankoneError, match=r"stepz: unknown setting. Did you mean 'steps'"):
+        DecompositionConfig(stepz=2)
+
+
+def test_evaluation_uses_the_divergence_of_training(tmp_path):
+    def absolute(output, target):
+        return (output - target).abs().mean(-1)
+
+    target = small_mlp()
+    decomposition = rankone.decompose(target, uniform(), {"0": 3}, CONFIG, divergence=absolute)
+    x = next(batches(uniform(), 0, stream="evaluation"))
+    model = decomposition.model
+    expected = absolute(model.masked(x, {"0": torch.ones(3)}), target(x)).mean().item()
+    measured = evaluate(decomposition, uniform(), n_batches=1).reconstruction["ones"]
+    assert measured == pytest.approx(expected)
+    path = decomposition.save(tmp_path / "d")
+    with pytest.raises(RankoneError, match=r"made with the function .*absolute as divergence=; pass it to load"):
+        rankone.load(path, target)
+    assert rankone.load(path, target, divergence=absolute).divergence is absolute
+
+
+def test_evaluation_without_ground_truth():
+    decomposition = rankone.decompose(small_mlp(), uniform(), {"*": 5}, CONFIG)
+    found = evaluate(decomposition, [torch.rand(9, 4)])
+    assert found.recovered is None
+    assert found.to_dict()["mmcs"] is None
+    assert set(found.reconstruction) == {"ones", "stochastic", "importance", "rounded", "zero"}
+    assert set(found.l0) == {"0", "2"}
 
 
 def test_about_a_dozen_public_names():

@@ -48,8 +48,10 @@ def test_unknown_names_get_hints():
         make_importance("mlp", {"d_gat": 3}, 2, generator)
     with pytest.raises(RankoneError, match=r"'linear' has no option 'd_gate'. It takes no options"):
         make_importance("linear", {"d_gate": 3}, 2, generator)
-    with pytest.raises(RankoneError, match=r"d_gate is 0; it must be at least 1"):
+    with pytest.raises(RankoneError, match=r"d_gate is 0; it must be a whole number of at least 1"):
         make_importance("mlp", {"d_gate": 0}, 2, generator)
+    with pytest.raises(RankoneError, match=r"d_gate is 4.5; it must be a whole number"):
+        make_importance("mlp", {"d_gate": 4.5}, 2, generator)
     with pytest.raises(RankoneError, match=r"Unknown mask source 'rounde'. Did you mean 'rounded'"):
         source_named("rounde")
 

@@ -64,12 +64,71 @@ def test_the_target_is_restored_after_an_exception():
 def test_a_forward_of_the_users_own_is_put_back():
     target = small_mlp()
     original = target[0].forward
-    target[0].forward = lambda x: 2 * original(x)
+    target[0].forward = lambda x: original(x)
     mine = target[0].__dict__["forward"]
     model = DecomposedModel(target, {"0": 3})
     x = torch.randn(2, 4)
     torch.testing.assert_close(model.clean(x).output, target(x))
+    model.masked(x, {"0": torch.ones(3)})
     assert target[0].__dict__["forward"] is mine
+
+
+class Scaled(nn.Embedding):
+    """A subclass that does more than its parent, as some language models' embeddings do."""
+
+    def forward(self, input):
+        return 10 * super().forward(input)
+
+
+def test_layers_that_do_more_than_their_matrix_are_refused():
+    patched = small_mlp()
+    original = patched[0].forward
+    patched[0].forward = lambda x: 2 * original(x)
+    with pytest.raises(RankoneError, match=r"Layer '0' \(Linear\) does not just multiply by its matrix"):
+        DecomposedModel(patched, {"0": 3}).clean(torch.randn(2, 4))
+    with pytest.raises(RankoneError, match=r"Layer '0' \(Scaled\) does not just multiply.*register an Adapter"):
+        DecomposedModel(nn.Sequential(Scaled(5, 3)), {"0": 3}).clean(torch.tensor([1, 2]))
+
+
+def test_a_stock_transformer_layer_is_seen_through_its_fast_path():
+    target = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    model = DecomposedModel(target, {"linear*": 4})
+    assert model.importances(torch.randn(2, 3, 8))["linear1"].shape == (2, 3, 4)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_inputs_that_the_target_overwrites_are_kept():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = x + 0
+            x += self.a(x)
+            return x
+
+    x = torch.randn(4, 3)
+    assert torch.equal(DecomposedModel(InPlace(), {"a": 2}).clean(x).inputs["a"], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_precisions_train_like_single(dtype):
+    """Factors stay in at least single precision, and row weights may be of another type than the model."""
+
+    def final(kind):
+        def data(generator):
+            return rankone.WeightedBatch(torch.rand(32, 4, generator=generator).to(kind), torch.ones(32))
+
+        config = rankone.DecompositionConfig(steps=60, optimizer={"lr": 1e-2})
+        decomposition = rankone.decompose(small_mlp().to(kind), data, {"*": 6}, config)
+        return decomposition.history[-1]["loss"]["total"], decomposition.components("0").U.dtype
+
+    single, _ = final(torch.float32)
+    other, kept = final(dtype)
+    assert kept == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # Double precision draws other random numbers, so it trains alike but not the same.
+    assert other == pytest.approx(single, rel=1.0 if dtype == torch.float64 else 0.1)
 
 
 def test_exact_subcomponents_reproduce_the_target_and_hooks_still_fire():
@@ -124,6 +183,10 @@ def test_outputs_without_a_getter_are_explained():
         DecomposedModel(Wrapped(lambda y: (y,)), {"a": 2}).clean(torch.zeros(1, 3))
     with pytest.raises(RankoneError, match=r"output='logit': the target returns a dict.*Did you mean 'logits'"):
         DecomposedModel(Wrapped(lambda y: {"logits": y}), {"a": 2}, output="logit").clean(torch.zeros(1, 3))
+    with pytest.raises(RankoneError, match=r"output=0: the target returns a Tensor, which has no element 0"):
+        DecomposedModel(Wrapped(lambda y: y), {"a": 2}, output=0).clean(torch.zeros(1, 3))
+    with pytest.raises(RankoneError, match=r"output=5: the target returns a tuple of 1"):
+        DecomposedModel(Wrapped(lambda y: (y,)), {"a": 2}, output=5).clean(torch.zeros(1, 3))
 
 
 @pytest.mark.parametrize("lead", [(6,), (2, 3), (2, 3, 2)], ids=str)
@@ -166,6 +229,14 @@ def test_patterns_that_cannot_be_meant(patterns, message):
     )
     with pytest.raises(RankoneError, match=message):
         choose_layers(target, patterns)
+
+
+def test_second_names_and_bare_layers():
+    shared = nn.Linear(2, 2)
+    with pytest.raises(RankoneError, match=r"'1' is a second name of the module '0'. Use '0'"):
+        choose_layers(nn.Sequential(shared, shared), {"1": 2})
+    with pytest.raises(RankoneError, match=r"bare Linear.*nn.Sequential\(model\)"):
+        choose_layers(nn.Linear(2, 2), {"*": 2})
 
 
 def test_unsupported_layers_are_never_skipped():
@@ -214,6 +285,34 @@ def test_training_mode_is_refused_where_it_matters(module, word):
     DecomposedModel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), {"0": 2})
 
 
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.a(x), 0.5, self.training)
+
+
+def test_randomness_and_state_that_no_type_shows():
+    x = torch.randn(3, 4)
+    with pytest.raises(RankoneError, match=r"different outputs for the same batch.*model.eval\(\)"):
+        DecomposedModel(Functional(), {"a": 2}).clean(x)
+    target = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True))
+    before = fingerprint(target)
+    with pytest.raises(RankoneError, match=r"changes its own state when it is run. Call model.eval\(\)"):
+        DecomposedModel(target, {"0": 2}).clean(x)
+    assert fingerprint(target) == before
+
+
+def test_going_back_to_training_mode_is_noticed():
+    target = Functional().eval()
+    decomposition = rankone.decompose(target, [torch.randn(3, 4)], {"a": 2}, rankone.DecompositionConfig(steps=1))
+    target.train()
+    with pytest.raises(RankoneError, match=r"model.eval\(\)"):
+        decomposition.importances(torch.randn(3, 4))
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -231,6 +330,13 @@ def test_training_mode_is_refused_where_it_matters(module, word):
 def test_bad_batches(batch, message):
     with pytest.raises(RankoneError, match=message):
         rankone.decompose(small_mlp(), [batch], {"0": 3}, rankone.DecompositionConfig(steps=1))
+
+
+def test_labels_in_the_data_are_explained():
+    with pytest.raises(RankoneError, match=r"A batch is a tuple of 2, which the model does not take.*leave labels out"):
+        call_with(small_mlp(), (torch.zeros(1, 4), torch.zeros(1)))
+    with pytest.raises(RankoneError, match=r"A batch is a dict with x, y"):
+        call_with(small_mlp(), {"x": torch.zeros(1, 4), "y": torch.zeros(1)})
 
 
 def test_a_batch_of_another_type():

@@ -12,7 +12,7 @@ import rankone
 from conftest import small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
 from rankone.checkpoint import load_sealed
-from rankone.decomposition import _build
+from rankone.decomposition import build
 from rankone.losses import faithfulness
 from rankone.train import Interrupted, Training, checkpoints
 
@@ -87,7 +87,9 @@ def test_signals_save_and_stop(whole, tmp_path, signum):
             os.kill(os.getpid(), signum)
 
     before = signal.getsignal(signum)
-    with pytest.raises(Interrupted, match=r"Interrupted at step \d+ of 23; everything is saved in .*step-"):
+    with pytest.raises(
+        Interrupted, match=r"Interrupted at step \d+ of 23; everything is saved in .*step-.*resume=True"
+    ):
         rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=send)
     assert signal.getsignal(signum) is before
     resumed = rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
@@ -132,13 +134,29 @@ def test_resuming_something_else_is_refused(tmp_path):
         rankone.decompose(small_mlp(seed=9), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
     with pytest.raises(RankoneError, match=r"was written for other layers.*0 had C = 5 and has 6"):
         rankone.decompose(small_mlp(), uniform(), {"0": 6, "2": 7}, CONFIG, out=tmp_path, resume=True)
+    with pytest.raises(RankoneError, match=r"divergence was 'mse' and is now '.*<lambda>'"):
+        rankone.decompose(
+            small_mlp(),
+            uniform(),
+            LAYERS,
+            CONFIG,
+            out=tmp_path,
+            resume=True,
+            divergence=lambda a, b: (a - b).abs().mean(),
+        )
+    with pytest.raises(RankoneError, match=r"output was None and is now '.*<lambda>'"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True, output=lambda y: y)
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(whole.replace("0.", "1.", 1))
+    with pytest.raises(RankoneError, match=r"metrics.jsonl was changed after the checkpoint was taken"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RankoneError, match=r"metrics.jsonl has 0 bytes, but the checkpoint was taken when it had"):
         rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
 
 
 def test_the_warm_up_improves_faithfulness_only():
-    model = _build(small_mlp(), LAYERS, CONFIG, None)
+    model = build(small_mlp(), LAYERS, CONFIG, None)
     gates = {n: p.detach().clone() for n, p in model.named_tensors().items() if "importance" in n}
     before = faithfulness(model)
     Training(
@@ -150,23 +168,44 @@ def test_the_warm_up_improves_faithfulness_only():
     assert all(torch.equal(model.named_tensors()[n], p) for n, p in gates.items())
 
 
-def test_gradients_are_clipped():
-    training = Training(_build(small_mlp(), LAYERS, CONFIG, None), uniform(), CONFIG)
-    total, _, _ = training.loss_terms(0, torch.rand(8, 4))
-    from rankone.train import _set_gradients
+def test_a_run_begins_with_the_warm_up():
+    def at_the_start(steps):
+        config = CONFIG.model_copy(
+            update={"faithfulness_warmup": CONFIG.faithfulness_warmup.model_copy(update={"steps": steps})}
+        )
+        return rankone.decompose(small_mlp(), uniform(), LAYERS, config).history[0]["loss"]["faithfulness"]
 
-    _set_gradients(training.parameters, 1000 * total)
-    norm = torch.nn.utils.clip_grad_norm_(training.parameters, 1.0)
-    assert norm > 1
-    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in training.parameters])) == pytest.approx(
-        1, abs=1e-4
-    )
+    assert at_the_start(50) < 0.5 * at_the_start(0)
+
+
+def test_the_schedule_reaches_the_optimizer():
+    seen = []
+    training = Training(build(small_mlp(), LAYERS, CONFIG, None), uniform(), CONFIG)
+    training.observer = lambda progress: seen.append((training.optimizer.param_groups[0]["lr"], progress.record["lr"]))
+    training.run()
+    assert all(used == recorded for used, recorded in seen)
+    assert seen[0][0] == pytest.approx(CONFIG.optimizer.lr / 2)
+    assert seen[-1][0] < seen[1][0]
+
+
+def test_gradients_are_clipped():
+    """Adam's first moment after one step is a tenth of the gradient it was given."""
+
+    def first_moment(clip):
+        config = DecompositionConfig(steps=1, optimizer={"grad_clip": clip})
+        training = Training(build(small_mlp(), LAYERS, config, None), uniform(), config)
+        training.run()
+        return torch.cat([10 * training.optimizer.state[p]["exp_avg"].flatten() for p in training.parameters])
+
+    free, clipped = first_moment(None), first_moment(1e-3)
+    assert free.norm() > 0.05
+    torch.testing.assert_close(clipped, free / free.norm() * 1e-3, rtol=1e-3, atol=1e-8)
 
 
 def test_one_step_is_adam_on_the_total_loss():
     """The first Adam step moves every parameter by the learning rate against the sign of its gradient."""
     config = DecompositionConfig(steps=1, optimizer={"lr": 1e-3})
-    model = _build(small_mlp(), LAYERS, config, None)
+    model = build(small_mlp(), LAYERS, config, None)
     training = Training(model, uniform(), config)
     before = {n: p.detach().clone() for n, p in model.named_tensors().items()}
     from rankone.data import batches
@@ -192,6 +231,33 @@ def test_a_loss_that_is_not_a_number_stops_training():
         rankone.decompose(
             small_mlp(), uniform(), {"0": 3}, CONFIG, divergence=lambda output, target: output.sum() * float("nan")
         )
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("nan")
+
+    with pytest.raises(
+        RankoneError, match=r"0.U holds values that are not finite after step 0; this state is not saved"
+    ):
+        rankone.decompose(
+            small_mlp(), uniform(), LAYERS, CONFIG.model_copy(update={"checkpoint_every": 1}), out=tmp_path,
+            divergence=lambda output, target: (Bad.apply(output) - target).square().mean(),
+        )  # fmt: skip
+    assert not checkpoints(tmp_path)
+
+
+def test_leftovers_of_killed_writes_are_removed(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/.step-000000005.safetensors.123.tmp").write_text("half")
+    rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+    assert not list(tmp_path.rglob(".*.tmp"))
 
 
 def test_metrics_hold_no_times(whole):

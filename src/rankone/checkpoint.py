@@ -39,6 +39,12 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             os.close(directory)
 
 
+def remove_leftovers(directory: Path) -> None:
+    """Delete the temporary files of writes that were killed half-way."""
+    for path in directory.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -84,7 +90,7 @@ def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def fingerprint(module: nn.Module) -> str:
     """A SHA-256 over every parameter and buffer of a module: names, types, shapes and bytes."""
-    return digest_of(module.state_dict())
+    return digest_of({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

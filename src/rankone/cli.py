@@ -8,15 +8,18 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import torch
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from rankone import __version__
@@ -117,12 +120,20 @@ def run(
         console.print(
             f"Resuming from {found[-1].name}." if found else "There is no checkpoint yet: starting at step 0."
         )
+    go_on = f"Go on with: rankone run {shlex.quote(str(out))} --resume"
     try:
-        with _Display(config.steps) as display:
+        with _terminable(), _Display(config.steps) as display:
             summary = run_experiment(config, out, resume=resume, observer=display, say=display.say)
     except Interrupted as stop:
-        errors.print(f"\n{stop}\nGo on with: rankone run {shlex.quote(str(out))} --resume", soft_wrap=True)
+        saved = checkpoints(out)[-1]
+        errors.print(
+            f"\nInterrupted at step {stop.step} of {config.steps}; everything is saved in {saved}.\n{go_on}",
+            soft_wrap=True,
+        )
         raise SystemExit(128 + stop.signum) from None
+    except (KeyboardInterrupt, _Terminated) as stop:  # before or after training: there is nothing to save
+        errors.print(f"\nInterrupted. {go_on}", soft_wrap=True)
+        raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT)) from None
     _print_summary(summary)
     console.print(
         f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}", soft_wrap=True
@@ -278,14 +289,22 @@ def _print_summary(summary: Summary) -> None:
     console.print(f"{summary['wall_seconds']:.0f} s, {summary['ms_per_step']:.2f} ms/step{memory}")
 
 
-class _Pace(ProgressColumn):
-    """Milliseconds per step and time left, as of the last log step."""
+class _Terminated(BaseException):
+    """SIGTERM, as an exception."""
 
-    def render(self, task: Task) -> Text:
-        if "pace" not in task.fields:
-            return Text("")
-        minutes, seconds = divmod(int(task.fields["left"]), 60)
-        return Text(f"{task.fields['pace']:.1f} ms/step, {minutes}:{seconds:02d} left")
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C does; while training runs, training has its own handler."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Display:
@@ -294,15 +313,14 @@ class _Display:
     SECONDS_BETWEEN_LINES = 10.0
 
     def __init__(self, steps: int) -> None:
+        # One line that is cut where the terminal ends: what must be seen comes first, the losses last.
         self._bar = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            _Pace(),
-            TextColumn("{task.fields[numbers]}"),
+            BarColumn(bar_width=8, table_column=Column(min_width=8)),
+            TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
-            auto_refresh=True,
+            expand=True,
         )
-        self._task = self._bar.add_task("", total=steps, numbers="")
+        self._task = self._bar.add_task("", total=steps, line="")
         self._spoke = -self.SECONDS_BETWEEN_LINES
 
     def __enter__(self) -> "_Display":
@@ -324,23 +342,16 @@ class _Display:
             "stochastic_recon_layerwise": "layer",
             "importance_minimality": "min",
         }
-        numbers = " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
-        numbers += "  L0 " + "/".join(f"{value:.2f}" for value in l0.values())
+        numbers = "L0 " + "/".join(f"{value:.2f}" for value in l0.values()) + "  "
+        numbers += " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
+        minutes, seconds = divmod(int(progress.seconds_left), 60)
+        pace = f"{progress.ms_per_step:.1f} ms/step, {minutes}:{seconds:02d} left"
         if console.is_terminal:
-            self._bar.update(
-                self._task,
-                completed=progress.step,
-                pace=progress.ms_per_step,
-                left=progress.seconds_left,
-                numbers=numbers,
-            )
+            line = f"{progress.step}/{progress.steps}  {pace}  {numbers}"
+            self._bar.update(self._task, completed=progress.step, line=line)
         elif time.monotonic() - self._spoke >= self.SECONDS_BETWEEN_LINES or progress.step == progress.steps:
             self._spoke = time.monotonic()
-            left = f"{progress.seconds_left:.0f} s left"
-            print(
-                f"step {progress.step}/{progress.steps}  {numbers}  {progress.ms_per_step:.1f} ms/step, {left}",
-                flush=True,
-            )
+            print(f"step {progress.step}/{progress.steps}  {pace}  {numbers}", flush=True)
 
 
 def main(words: list[str] | None = None) -> None:

@@ -119,6 +119,12 @@ class DecompositionConfig(Settings):
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints stay on disk."""
 
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explained(type(self), error)) from None
+
     @field_validator("losses", mode="before")
     @classmethod
     def _losses(cls, value: Any) -> Any:
@@ -168,7 +174,9 @@ def validated(cls: type[T], values: Any, *, source: str) -> T:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}:\n" + "\n".join(_explain(cls, e) for e in error.errors())) from None
+        raise ConfigError(f"{source}:\n{_explained(cls, error)}") from None
+    except ConfigError as error:  # from DecompositionConfig, which explains itself
+        raise ConfigError(f"{source}:\n{error}") from None
 
 
 def to_yaml(settings: BaseModel) -> str:
@@ -204,20 +212,28 @@ def from_yaml(text: str, *, source: str) -> Any:
 def override(values: dict[str, Any], settings: type[BaseModel], assignments: Sequence[str]) -> dict[str, Any]:
     """`values` with dotted assignments (`optimizer.lr=1e-3`) applied; each key must exist, each value is YAML."""
     result = _deep_copy(values)
-    known = {path for path, _, _ in fields(settings, result)}
     for assignment in assignments:
         key, separator, text = assignment.partition("=")
         if not separator:
             raise ConfigError(f"Override {assignment!r} has no value; write key=value, for instance optimizer.lr=1e-3.")
-        *parents, leaf = key.split(".")
-        inside = result
-        for part in parents:
-            inside = inside.get(part) if isinstance(inside, dict) else None
-        open_ended = isinstance(inside, dict) and key.rsplit(".", 1)[0] in known
-        if not isinstance(inside, dict) or not (key in known or open_ended):
-            raise ConfigError(f"There is no setting {key!r}. {near_matches(key, known)} See `rankone config explain`.")
-        inside[leaf] = from_yaml(text, source=f"Override {assignment!r}")
+        set_setting(result, settings, key, from_yaml(text, source=f"Override {assignment!r}"))
     return result
+
+
+def set_setting(values: dict[str, Any], settings: type[BaseModel], key: str, value: Any) -> None:
+    """Set one dotted setting in plain values. Inside free-form mappings (`layers`) a key may be new and hold dots."""
+    known = {path: current for path, current, _ in fields(settings, values)}
+    mapping = next((path for path in known if key.startswith(f"{path}.") and isinstance(known[path], dict)), None)
+    if mapping is not None:
+        known[mapping][key.removeprefix(f"{mapping}.")] = value
+        return
+    *parents, leaf = key.split(".")
+    inside: Any = values
+    for part in parents:
+        inside = inside.get(part) if isinstance(inside, dict) else None
+    if not isinstance(inside, dict) or (key not in known and leaf not in inside):
+        raise ConfigError(f"There is no setting {key!r}. {near_matches(key, known)} See `rankone config explain`.")
+    inside[leaf] = value
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -242,6 +258,10 @@ def fields(cls: type[BaseModel], values: Mapping[str, Any], prefix: str = "") ->
                 yield from fields(LOSSES[loss], settings, f"{path}.{loss}.")
         else:
             yield path, value, doc
+
+
+def _explained(cls: type[BaseModel], error: ValidationError) -> str:
+    return "\n".join(_explain(cls, e) for e in error.errors())
 
 
 def _explain(cls: type[BaseModel], error: Any) -> str:

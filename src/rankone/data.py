@@ -6,6 +6,7 @@ callable that draws a batch from a generator, or any re-iterable (list, DataLoad
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -67,16 +68,30 @@ def weights_of(batch: Batch) -> Tensor | None:
 def call_with(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model the way the batch's form says: tensor, tuple of arguments, or dict of keywords."""
     inputs = inputs_of(batch)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(inputs, Tensor):
-        return model(inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    raise BatchError(
-        f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional arguments of the model), "
-        "a dict (keyword arguments) or a WeightedBatch of one of these."
-    )
+        args = (inputs,)
+    elif isinstance(inputs, tuple | list):
+        args = tuple(inputs)
+    elif isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    else:
+        raise BatchError(
+            f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional arguments of the model), "
+            "a dict (keyword arguments) or a WeightedBatch of one of these."
+        )
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        problem = _unbindable(model, args, kwargs)
+        if problem is None:
+            raise
+        form = f"a tuple of {len(args)}" if args else f"a dict with {', '.join(kwargs)}"
+        raise BatchError(
+            f"A batch is {form}, which the model does not take as its arguments ({problem}). A tuple becomes positional "
+            "arguments and a dict keywords; leave labels out of the data."
+        ) from error
 
 
 def check_batch(batch: Batch) -> None:
@@ -115,8 +130,22 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch  # call_with says what is wrong with it
 
 
+def _unbindable(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why these arguments do not fit the model's signature, or None if they do."""
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> Iterator[Batch]:
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
+    if isinstance(data, Tensor):
+        raise BatchError(
+            f"data is a tensor of shape {tuple(data.shape)}, whose rows would each become a batch. Pass [tensor] to use it as one "
+            "batch every step, or a DataLoader to cut it into batches."
+        )
     if isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)
     elif callable(data):

@@ -4,6 +4,7 @@ An artifact is a directory with `components.safetensors` (factors and importance
 (what they belong to: library version, settings, the target's fingerprint). It never holds the target's weights.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +16,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.checkpoint import fingerprint, load_sealed, read_json, save_sealed, write_atomic, write_json
+from rankone.checkpoint import (
+    fingerprint,
+    load_sealed,
+    read_json,
+    remove_leftovers,
+    save_sealed,
+    write_atomic,
+    write_json,
+)
 from rankone.config import DecompositionConfig, validated
 from rankone.data import Batch, Data, to_device
 from rankone.errors import CheckpointError, ConfigError, LayerError
 from rankone.losses import Divergence
 from rankone.model import DecomposedModel, OutputGetter
 from rankone.trackers import Observer, Record, read_metrics
-from rankone.train import Training, checkpoints
+from rankone.train import Training, checkpoints, described
 
 FORMAT = 1
 
@@ -57,7 +66,10 @@ class LayerView:
 
 
 class AblatedModel(nn.Module):
-    """The target with chosen layers reduced to chosen subcomponents; call it exactly like the target."""
+    """The target with chosen layers reduced to chosen subcomponents; call it exactly like the target.
+
+    It computes no gradients: it is for looking, not for training.
+    """
 
     _model: DecomposedModel
 
@@ -79,6 +91,8 @@ class Decomposition:
     config: DecompositionConfig
     history: list[Record] = field(default_factory=list)
     seconds: float = 0.0
+    divergence: Divergence | None = None
+    """The function that outputs were compared with, where it was not one named in the config."""
 
     @property
     def layers(self) -> list[str]:
@@ -105,39 +119,46 @@ class Decomposition:
     def save(self, path: str | Path) -> Path:
         """Write the artifact: factors and importance functions, without the target's weights."""
         path = Path(path)
-        save_sealed(path / "components.safetensors", self.model.named_tensors(), {"format": FORMAT})
-        lines = "".join(json.dumps(record) + "\n" for record in self.history)
-        write_atomic(path / "history.jsonl", lines)
-        output = self.model.output
-        write_json(
-            path / "decomposition.json",
-            {
-                "format": FORMAT,
-                "rankone": version("rankone"),
-                "torch": torch.__version__,
-                "target": {"class": type(self.model.target).__name__, "sha256": fingerprint(self.model.target)},
-                "output": {"callable": True} if callable(output) else output,
-                "layers": {
-                    name: {
-                        "C": layer.C,
-                        "shape": list(layer.matrix().shape),
-                        "module": type(layer.module).__name__,
-                        "tied_to": self.model.tied.get(name),
-                    }
-                    for name, layer in self.model.layers.items()
-                },
-                "config": {
-                    k: v
-                    for k, v in self.config.model_dump(mode="json").items()
-                    if k in DecompositionConfig.model_fields
-                },
+        history = "".join(json.dumps(record) + "\n" for record in self.history)
+        info = {
+            "format": FORMAT,
+            "rankone": version("rankone"),
+            "torch": torch.__version__,
+            "target": {"class": type(self.model.target).__name__, "sha256": fingerprint(self.model.target)},
+            "output": {"function": described(self.model.output)} if callable(self.model.output) else self.model.output,
+            "divergence": {"function": described(self.divergence)} if self.divergence else self.config.divergence,
+            "layers": {
+                name: {
+                    "C": layer.C,
+                    "shape": list(layer.matrix().shape),
+                    "module": type(layer.module).__name__,
+                    "tied_to": self.model.tied.get(name),
+                }
+                for name, layer in self.model.layers.items()
             },
-        )
+            "config": {
+                k: v for k, v in self.config.model_dump(mode="json").items() if k in DecompositionConfig.model_fields
+            },
+            "history_sha256": hashlib.sha256(history.encode()).hexdigest(),
+        }
+        write_atomic(path / "history.jsonl", history)
+        # The sealed file repeats what the JSON says, so that files of different decompositions cannot be mixed.
+        save_sealed(path / "components.safetensors", self.model.named_tensors(), info)
+        write_json(path / "decomposition.json", info)
         return path
 
     def _kept(self, name: str, chosen: Iterable[int] | Tensor) -> Tensor:
         C = self.model.layer(name).C
-        index = torch.as_tensor(chosen if isinstance(chosen, Tensor) else list(chosen))
+        if not isinstance(chosen, Iterable):
+            raise LayerError(
+                f"keep[{name!r}] is {chosen!r}; expected the indices of subcomponents, such as [{chosen!r}]."
+            )
+        listed = chosen if isinstance(chosen, Tensor) else [*chosen]
+        index = torch.as_tensor(listed) if len(listed) else torch.zeros(0, dtype=torch.long)
+        if index.is_floating_point():
+            raise LayerError(
+                f"keep[{name!r}] holds numbers of type {index.dtype}; expected indices or a boolean choice, such as importances > 0.5."
+            )
         if index.dtype == torch.bool:
             if index.shape != (C,):
                 raise LayerError(
@@ -159,7 +180,7 @@ def decompose(
     model: nn.Module,
     data: Data,
     targets: Mapping[str, int],
-    config: DecompositionConfig | None = None,
+    config: DecompositionConfig | Mapping[str, Any] | None = None,
     *,
     output: OutputGetter = None,
     divergence: Divergence | None = None,
@@ -172,38 +193,56 @@ def decompose(
     model       any nn.Module, in eval mode; it is not altered
     data        an iterable of batches, or a function that draws a batch from a torch.Generator
     targets     name patterns of the layers to decompose -> number of subcomponents C
-    config      the settings; defaults are the paper's for TMS 5-2
+    config      the settings, as an object or a plain mapping; defaults are the paper's for TMS 5-2
     output      how to get the tensor to compare from what the model returns: name, index or function
     divergence  a function (masked output, target output) -> number per datapoint, instead of config.divergence
     out         a directory for metrics.jsonl, checkpoints/ and decomposition/; without it nothing is written
     resume      go on from the newest checkpoint in `out`
     observer    called with a Progress at every log step
     """
-    config = config or DecompositionConfig()
+    if not isinstance(targets, Mapping):
+        raise ConfigError(
+            f"targets is a {type(targets).__name__}; expected a mapping from layer name patterns to C, such as {{'mlp.*': 100}}."
+        )
+    if not isinstance(config, DecompositionConfig):
+        config = validated(DecompositionConfig, config or {}, source="config")
     directory = Path(out) if out is not None else None
     if resume and directory is None:
         raise ConfigError("resume=True needs out=, the directory of the run to resume.")
-    if directory is not None and not resume and checkpoints(directory):
+    if directory is not None and not resume and (checkpoints(directory) or (directory / "decomposition").exists()):
         raise CheckpointError(
             f"{directory} already holds a run. Pass resume=True to go on with it, or choose another out=."
         )
-    decomposed = _build(model, targets, config, output)
-    training = Training(decomposed, data, config, divergence=divergence, directory=directory, observer=observer)
-    trained = training.run(resume=resume)
-    result = Decomposition(decomposed, config, trained.history, trained.seconds)
+    if directory is not None:
+        remove_leftovers(directory)
+    with torch.inference_mode(False), torch.enable_grad():
+        decomposed = build(model, targets, config, output)
+        training = Training(decomposed, data, config, divergence=divergence, directory=directory, observer=observer)
+        trained = training.run(resume=resume)
+    result = Decomposition(decomposed, config, trained.history, trained.seconds, divergence)
     if directory is not None:
         result.save(directory / "decomposition")
     return result
 
 
-def load(path: str | Path, model: nn.Module, *, output: OutputGetter = None) -> Decomposition:
-    """Load a saved decomposition for the very network it was made from."""
+def load(
+    path: str | Path, model: nn.Module, *, output: OutputGetter = None, divergence: Divergence | None = None
+) -> Decomposition:
+    """Load a saved decomposition for the very network it was made from.
+
+    If it was made with functions of your own as `output=` or `divergence=`, pass them again.
+    """
     path = Path(path)
     info = read_json(path / "decomposition.json")
-    if info.get("format") != FORMAT:
+    found = info.get("format") if isinstance(info, dict) else None
+    if found != FORMAT:
         raise CheckpointError(
-            f"{path} has format {info.get('format')!r}; this version of rankone ({version('rankone')}) reads format {FORMAT}."
+            f"{path} has format {found!r}; this version of rankone ({version('rankone')}) reads format {FORMAT}."
         )
+    tensors, sealed = load_sealed(path / "components.safetensors")
+    if sealed != info:
+        raise CheckpointError(f"{path}: components.safetensors and decomposition.json do not belong together.")
+    history = read_history(path / "history.jsonl", info["history_sha256"])
     if fingerprint(model) != info["target"]["sha256"]:
         raise CheckpointError(
             f"{path} was made from another network: a {info['target']['class']} whose weights have SHA-256 "
@@ -211,23 +250,33 @@ def load(path: str | Path, model: nn.Module, *, output: OutputGetter = None) -> 
             "Load the exact weights that were decomposed."
         )
     if output is None and isinstance(info["output"], dict):
-        raise ConfigError(f"{path} was made with a function as output=; pass the same function to load().")
+        raise ConfigError(
+            f"{path} was made with the function {info['output']['function']} as output=; pass it to load()."
+        )
+    if divergence is None and isinstance(info["divergence"], dict):
+        raise ConfigError(
+            f"{path} was made with the function {info['divergence']['function']} as divergence=; pass it to load()."
+        )
     config = validated(DecompositionConfig, info["config"], source=str(path / "decomposition.json"))
     getter = output if output is not None else info["output"]
-    tensors, _ = load_sealed(path / "components.safetensors")
-    decomposed = _build(model, {name: layer["C"] for name, layer in info["layers"].items()}, config, getter)
-    named = decomposed.named_tensors()
-    if {n: tuple(p.shape) for n, p in named.items()} != {n: tuple(t.shape) for n, t in tensors.items()}:
-        raise CheckpointError(f"{path}: components.safetensors and decomposition.json do not belong together.")
+    decomposed = build(model, {name: layer["C"] for name, layer in info["layers"].items()}, config, getter)
     with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(tensors[name])
-    return Decomposition(decomposed, config, read_metrics(path / "history.jsonl"))
+        for name, tensor in decomposed.named_tensors().items():
+            tensor.copy_(tensors[name])
+    return Decomposition(decomposed, config, history, divergence=divergence)
 
 
-def _build(
+def read_history(path: Path, sha256: str) -> list[Record]:
+    """The history of an artifact, if it is the one that belongs to it."""
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise CheckpointError(f"{path} is missing or was changed after it was written.")
+    return read_metrics(path)
+
+
+def build(
     model: nn.Module, targets: Mapping[str, int], config: DecompositionConfig, output: OutputGetter
 ) -> DecomposedModel:
+    """A fresh DecomposedModel as the settings say."""
     return DecomposedModel(
         model,
         targets,

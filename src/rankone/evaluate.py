@@ -85,7 +85,7 @@ def evaluate(
 ) -> Evaluation:
     """Measure a decomposition on `n_batches` fresh batches, and on a probe where the truth is known."""
     model = decomposition.model
-    compare = divergence or divergence_named(decomposition.config.divergence)
+    compare = divergence or decomposition.divergence or divergence_named(decomposition.config.divergence)
     totals = dict.fromkeys(SOURCES, 0.0)
     counts = dict.fromkeys(model.layers, 0.0)
     important = {name: torch.zeros(layer.C, dtype=torch.bool) for name, layer in model.layers.items()}

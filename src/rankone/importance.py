@@ -16,6 +16,7 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def check_importance(kind: str, options: Mapping[str, Option]) -> None:
     taken = [p for p in inspect.signature(IMPORTANCES[kind].__init__).parameters if p not in ("self", "C", "generator")]
     for option in options:
         if option not in taken:
-            hint = near_matches(option, taken) if taken else "It takes no options."
+            hint = near_matches(option, taken) if taken else "It takes no options: set importance.options={} as well."
             raise ConfigError(f"Importance function {kind!r} has no option {option!r}. {hint}")
 
 
@@ -80,9 +81,9 @@ def make_importance(kind: str, options: Mapping[str, Option], C: int, generator:
     return IMPORTANCES[kind](C, generator, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"Importance option {name} is {value}; it must be at least 1.")
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"Importance option {name} is {value!r}; it must be a whole number of at least 1.")
     return value
 
 
@@ -94,9 +95,9 @@ class MLPImportance(ImportanceFunction):
     linear gain going out, biases 0.
     """
 
-    def __init__(self, C: int, generator: torch.Generator, *, d_gate: int = 16) -> None:
+    def __init__(self, C: int, generator: torch.Generator, *, d_gate: Any = 16) -> None:
         super().__init__()
-        _positive("d_gate", d_gate)
+        _whole("d_gate", d_gate)
         self.w_in = nn.Parameter(math.sqrt(2) * torch.randn(C, d_gate, generator=generator))
         self.b_in = nn.Parameter(torch.zeros(C, d_gate))
         self.w_out = nn.Parameter(torch.randn(C, d_gate, generator=generator) / math.sqrt(d_gate))
@@ -131,9 +132,9 @@ class LayerMLPImportance(ImportanceFunction):
     on what its neighbours do. `width` is the number of GELU neurons, shared by all subcomponents.
     """
 
-    def __init__(self, C: int, generator: torch.Generator, *, width: int = 64) -> None:
+    def __init__(self, C: int, generator: torch.Generator, *, width: Any = 64) -> None:
         super().__init__()
-        _positive("width", width)
+        _whole("width", width)
         self.w_in = nn.Parameter(math.sqrt(2 / C) * torch.randn(width, C, generator=generator))
         self.b_in = nn.Parameter(torch.zeros(width))
         self.w_out = nn.Parameter(torch.randn(C, width, generator=generator) / math.sqrt(width))

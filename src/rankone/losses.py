@@ -10,11 +10,11 @@ under two routings, and both use the same mask samples, as in Algorithm 1.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from rankone.data import Batch, weights_of
@@ -58,7 +58,9 @@ def mean_over_data(values: Tensor, weights: Tensor | None) -> Float[Tensor, ""]:
             f"{tuple(values.shape)}: with a WeightedBatch its first dimension must be the rows. "
             "A divergence of your own must return one number per datapoint."
         )
-    return (values.flatten(1).mean(1) if values.dim() > 1 else values) @ weights / weights.sum()
+    rows = values.flatten(1).mean(1) if values.dim() > 1 else values
+    weights = weights.to(rows.dtype)
+    return rows @ weights / weights.sum()
 
 
 @dataclass
@@ -93,6 +95,11 @@ class StepContext:
     def weights(self) -> Tensor | None:
         return weights_of(self.batch)
 
+    def distance(self, output: Tensor) -> Float[Tensor, ""]:
+        """How far a masked output is from the target's, averaged over the data; never in less than single precision."""
+        wide = torch.promote_types(output.dtype, torch.float32)
+        return mean_over_data(self.divergence(output.to(wide), self.clean.output.to(wide)), self.weights)
+
     def masks(self, source: str, sample: int) -> Masks:
         """The masks of one sample, the same for every loss that asks."""
         key = (source, sample)
@@ -118,10 +125,13 @@ class Loss(BaseModel, ABC):
 LOSSES: dict[str, type[Loss]] = {}
 
 
-def register_loss(name: str) -> Callable[[type[Loss]], type[Loss]]:
+L = TypeVar("L", bound=Loss)
+
+
+def register_loss(name: str) -> Callable[[type[L]], type[L]]:
     """Class decorator: make a loss available to configs under `name`."""
 
-    def register(cls: type[Loss]) -> type[Loss]:
+    def register(cls: type[L]) -> type[L]:
         LOSSES[name] = cls
         return cls
 
@@ -132,7 +142,19 @@ def loss_from(name: str, settings: Any) -> Loss:
     """A loss from its settings in a config."""
     if name not in LOSSES:
         raise ConfigError(f"Unknown loss {name!r}. {near_matches(name, LOSSES)}")
-    return settings if isinstance(settings, Loss) else LOSSES[name].model_validate(settings)
+    if isinstance(settings, Loss):
+        return settings
+    try:
+        return LOSSES[name].model_validate(settings)
+    except ValidationError as error:
+        known = LOSSES[name].model_fields
+        told = [
+            f"{name} has no setting {e['loc'][-1]!r}. {near_matches(str(e['loc'][-1]), known)}"
+            if e["type"] == "extra_forbidden"
+            else f"{'.'.join(map(str, (name, *e['loc'])))}: {str(e['msg']).removeprefix('Value error, ')} (got {e['input']!r})"
+            for e in error.errors()
+        ]
+        raise ConfigError("; ".join(told)) from None
 
 
 def faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:
@@ -168,7 +190,7 @@ class Reconstruction(Loss):
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
         terms = [
-            mean_over_data(step.divergence(self._output(step, routed), step.clean.output), step.weights)
+            step.distance(self._output(step, routed))
             for sample in range(self.samples)
             for routed in ROUTINGS[self.routing](step.masks(self.mask, sample))
         ]
@@ -212,6 +234,12 @@ class ImportanceMinimality(Loss):
     """Exponent of the penalty."""
     eps: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     """Added to the importances when p < 1, where the slope at 0 would be infinite."""
+
+    @model_validator(mode="after")
+    def _finite_slope(self) -> "ImportanceMinimality":
+        if self.p < 1 and self.eps == 0:
+            raise ValueError("with p below 1 the slope of the penalty at 0 is infinite unless eps is above 0")
+        return self
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
         total = torch.zeros((), device=step.model.device)

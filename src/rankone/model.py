@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.adapters import Adapter, adapter_for
+from rankone.checkpoint import fingerprint
 from rankone.components import Subcomponents, TiedSubcomponents, make_subcomponents
 from rankone.data import Batch, call_with, check_batch, generator_for
 from rankone.errors import LayerError, TargetError, near_matches
@@ -52,6 +53,7 @@ class DecomposedLayer(nn.Module):
         self.adapter = adapter
         self.subcomponents = subcomponents
         self.importance = importance
+        self.weight_dtype = adapter.matrix(module).dtype
         # Not registered: the target's parameters are never ours to train, move or save.
         object.__setattr__(self, "module", module)
 
@@ -60,14 +62,34 @@ class DecomposedLayer(nn.Module):
         return self.subcomponents.C
 
     def matrix(self) -> Float[Tensor, "d_out d_in"]:
-        """The original weight, as a matrix."""
-        return self.adapter.matrix(self.module).detach()
+        """The original weight, as a matrix, in the precision of the factors."""
+        return self.adapter.matrix(self.module).detach().to(self.subcomponents.U.dtype)
+
+    # Factors are kept in at least single precision; a half-precision target sees them in its own.
 
     def read(self, x: Tensor) -> Float[Tensor, "*lead C"]:
-        return self.adapter.read(self.module, x, self.subcomponents.V)
+        V = self.subcomponents.V
+        return self.adapter.read(self.module, x, V.to(self.weight_dtype)).to(V.dtype)
 
     def write(self, z: Float[Tensor, "*lead C"]) -> Tensor:
-        return self.adapter.write(self.module, z, self.subcomponents.U)
+        dtype = self.weight_dtype
+        return self.adapter.write(self.module, z.to(dtype), self.subcomponents.U.to(dtype))
+
+    def verify(self, x: Tensor, output: Tensor) -> None:
+        """Raise unless this layer is its matrix and bias and nothing else: its real output must be what the adapter makes."""
+        W = self.adapter.matrix(self.module).detach()
+        few_outputs = W.shape[0] <= W.shape[1]
+        identity = torch.eye(min(W.shape), dtype=W.dtype, device=W.device)
+        U, V = (identity, W) if few_outputs else (W, identity)
+        made = self.adapter.write(self.module, self.adapter.read(self.module, x, V), U)
+        same = made.shape == output.shape
+        error = float((made - output).abs().max()) if same else float("inf")
+        if not error <= torch.finfo(W.dtype).eps ** 0.5 * max(1.0, float(output.abs().max())):
+            raise LayerError(
+                f"Layer {self.name!r} ({type(self.module).__name__}) does not just multiply by its matrix and add its bias: its output differs "
+                f"from that by up to {error:.3g}. A subclass or a patched forward may do more. Leave it out, or register an Adapter "
+                "for its type that says what it does."
+            )
 
 
 class DecomposedModel(nn.Module):
@@ -95,7 +117,7 @@ class DecomposedModel(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _refuse_training_mode(target)
+        refuse_training_mode(target)
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "output", output)  # a getter that is a module must not be trained
         chosen = choose_layers(target, layers)
@@ -106,6 +128,13 @@ class DecomposedModel(nn.Module):
             module = target.get_submodule(name)
             adapter = adapter_for(module, name)
             W = adapter.matrix(module).detach()
+            if W.is_inference():
+                raise LayerError(
+                    f"Layer {name!r} was created under torch.inference_mode, so nothing can be trained through it. "
+                    "Create or load the model outside of inference mode."
+                )
+            if W.dtype in (torch.float16, torch.bfloat16):
+                W = W.float()
             if not W.is_floating_point():
                 raise LayerError(
                     f"Layer {name!r} has a weight of type {W.dtype}; only floating point can be decomposed."
@@ -130,6 +159,8 @@ class DecomposedModel(nn.Module):
         self.layers = {name: self.layers[name] for name in chosen}
         self._registered = nn.ModuleList(self.layers.values())
         self.tied = tied
+        self._verified_in_mode: bool | None = None
+        self._overwritten_inputs: set[str] = set()
 
     @staticmethod
     def _layer(
@@ -157,7 +188,7 @@ class DecomposedModel(nn.Module):
         """All U and V that are trained (tied ones once)."""
         return [p for layer in self.layers.values() for p in layer.subcomponents.parameters()]
 
-    def named_tensors(self) -> dict[str, nn.Parameter]:
+    def trained(self) -> dict[str, nn.Parameter]:
         """Every trained parameter under a readable name: `layer.U`, `layer.V`, `layer.importance.*`."""
         named: dict[str, nn.Parameter] = {}
         for name, layer in self.layers.items():
@@ -165,24 +196,70 @@ class DecomposedModel(nn.Module):
             named |= {f"{name}.importance.{key}": p for key, p in layer.importance.named_parameters()}
         return named
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Everything that makes up the decomposition: what is trained, and the buffers of importance functions."""
+        named: dict[str, Tensor] = dict(self.trained())
+        for name, layer in self.layers.items():
+            named |= {f"{name}.importance.{key}": b for key, b in layer.importance.named_buffers()}
+        return named
+
     @torch.no_grad()
     def clean(self, batch: Batch) -> CleanPass:
         """Run the untouched target; remember its output and the inputs of the decomposed layers."""
         check_batch(batch)
+        if self._verified_in_mode != self.target.training:
+            self._verify(batch)
+            self._verified_in_mode = self.target.training
+        return self._observe(batch)[0]
+
+    def _observe(self, batch: Batch) -> tuple[CleanPass, dict[str, Any]]:
+        """A clean pass, and the decomposed layers' own outputs."""
         inputs: dict[str, Tensor] = {}
+        outputs: dict[str, Any] = {}
+        versions: dict[str, int] = {}
 
         def recorder(layer: DecomposedLayer) -> Callable[..., Any]:
             original = layer.module.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                inputs[layer.name] = _only_input(layer.name, args, kwargs)
-                return original(*args, **kwargs)
+                x = _only_input(layer.name, args, kwargs)
+                inputs[layer.name] = x.clone() if layer.name in self._overwritten_inputs else x
+                versions[layer.name] = inputs[layer.name]._version
+                outputs[layer.name] = original(*args, **kwargs)
+                return outputs[layer.name]
 
             return forward
 
         recorders = {name: recorder(layer) for name, layer in self.layers.items()}
         result = self._run(lambda: call_with(self.target, batch), recorders)
-        return CleanPass(pick_output(result, self.output).detach(), inputs)
+        overwritten = {name for name, x in inputs.items() if x._version != versions[name]}
+        if (
+            overwritten
+        ):  # the target changed a layer's input in place after the layer had used it: keep copies from now on
+            self._overwritten_inputs |= overwritten
+            return self._observe(batch)
+        return CleanPass(pick_output(result, self.output).detach(), inputs), outputs
+
+    def _verify(self, batch: Batch) -> None:
+        """What must hold for a decomposition to mean anything: passes repeat, and layers are what their adapters say."""
+        refuse_training_mode(self.target)
+        before = {key: value.clone() for key, value in self.target.state_dict().items() if isinstance(value, Tensor)}
+        print_before = fingerprint(self.target)
+        seen, outputs = self._observe(batch)
+        again, _ = self._observe(batch)
+        if fingerprint(self.target) != print_before:
+            for key, value in self.target.state_dict().items():
+                if key in before:
+                    value.copy_(before[key])
+            raise TargetError("The target changes its own state when it is run. Call model.eval() before decomposing.")
+        if not torch.equal(seen.output, again.output):
+            raise TargetError(
+                "The target gives different outputs for the same batch, so its output cannot be compared with. "
+                "Call model.eval() before decomposing, and switch off whatever else is random in it."
+            )
+        for name, layer in self.layers.items():
+            if isinstance(outputs[name], Tensor):
+                layer.verify(seen.inputs[name], outputs[name])
 
     def inner(self, clean: CleanPass) -> dict[str, Tensor]:
         """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
@@ -267,6 +344,7 @@ def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, i
     if not patterns:
         raise LayerError("No layers were chosen: give at least one name pattern with its number of subcomponents.")
     modules = {name: module for name, module in target.named_modules() if name}
+    aliases = {name: module for name, module in target.named_modules(remove_duplicate=False) if name not in modules}
     found: dict[str, str] = {}
     for pattern, C in patterns.items():
         if isinstance(C, bool) or not isinstance(C, int) or C < 1:
@@ -277,6 +355,13 @@ def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, i
         matrices = [n for n in hits if n == pattern or _owns_matrix(modules[n])]
         if not matrices:
             able = [n for n in modules if _owns_matrix(modules[n])]
+            if pattern in aliases:
+                first = next(n for n, m in modules.items() if m is aliases[pattern])
+                raise LayerError(f"Pattern {pattern!r} is a second name of the module {first!r}. Use {first!r}.")
+            if not modules and _owns_matrix(target):
+                raise LayerError(
+                    f"The target is a bare {type(target).__name__}, so it has no layers to name. Wrap it: nn.Sequential(model)."
+                )
             seen = "matches no module" if not hits else f"matches {hits[0]!r}, which has no weight matrix,"
             raise LayerError(f"Pattern {pattern!r} {seen} in {type(target).__name__}. {near_matches(pattern, able)}")
         for name in matrices:
@@ -291,13 +376,19 @@ def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, i
 
 @contextmanager
 def overridden(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Override `forward` on these module instances, and put everything back on the way out."""
+    """Override `forward` on these module instances, and put everything back on the way out.
+
+    torch's fused attention path reads weights without calling the layers that own them; it is off meanwhile.
+    """
     before = {module: module.__dict__.get("forward") for module in forwards}
+    fused = torch.backends.mha.get_fastpath_enabled()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for module, original in before.items():
             if original is None:
                 module.__dict__.pop("forward", None)
@@ -311,6 +402,11 @@ def pick_output(result: Any, getter: OutputGetter) -> Tensor:
     if callable(getter):
         picked = getter(result)
     elif isinstance(getter, int):
+        if not isinstance(result, tuple | list) or not -len(result) <= getter < len(result):
+            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise TargetError(
+                f"output={getter}: the target returns a {type(result).__name__}{size}, which has no element {getter}."
+            )
         picked = result[getter]
     elif isinstance(getter, str):
         in_mapping = isinstance(result, Mapping) and getter in result
@@ -370,7 +466,7 @@ def _tie_orientation(name: str, W: Tensor, source_name: str, source: Tensor) -> 
     )
 
 
-def _refuse_training_mode(target: nn.Module) -> None:
+def refuse_training_mode(target: nn.Module) -> None:
     """A pass must be repeatable: no layer may behave at random or change state when it is called."""
     for name, module in target.named_modules():
         if not module.training:

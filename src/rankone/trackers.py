@@ -4,6 +4,7 @@
 bytes as one that was never interrupted. Other trackers are observers of the same records.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -39,28 +40,35 @@ Observer = Callable[[Progress], None]
 class MetricsFile:
     """An append-only `metrics.jsonl` that can be cut back to where a checkpoint was taken."""
 
-    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+    def __init__(self, path: Path, keep_bytes: int = 0, keep_sha256: str | None = None) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = path.stat().st_size if path.exists() else 0
-        if size < keep_bytes:
+        content = path.read_bytes() if path.exists() else b""
+        if len(content) < keep_bytes:
             raise CheckpointError(
-                f"{path} has {size} bytes, but the checkpoint was taken when it had {keep_bytes}: it was cut short or replaced. "
+                f"{path} has {len(content)} bytes, but the checkpoint was taken when it had {keep_bytes}: it was cut short or replaced. "
                 "Restore it, or start the run again in a new directory."
+            )
+        self._digest = hashlib.sha256(content[:keep_bytes])
+        if keep_sha256 is not None and self._digest.hexdigest() != keep_sha256:
+            raise CheckpointError(
+                f"{path} was changed after the checkpoint was taken. Restore it, or start the run again in a new directory."
             )
         with open(path, "ab") as file:
             file.truncate(keep_bytes)
         self._file = open(path, "ab")  # noqa: SIM115 (closed in close)
 
     def write(self, record: Record) -> None:
-        self._file.write((json.dumps(record) + "\n").encode())
+        line = (json.dumps(record) + "\n").encode()
+        self._digest.update(line)
+        self._file.write(line)
         self._file.flush()
 
-    def sync(self) -> int:
-        """Force what was written to disk; return the number of bytes."""
+    def sync(self) -> tuple[int, str]:
+        """Force what was written to disk; return the number of bytes and their SHA-256."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._file.tell()
+        return self._file.tell(), self._digest.hexdigest()
 
     def close(self) -> None:
         self._file.close()

@@ -32,7 +32,9 @@ class Interrupted(RankoneError):
     """Training stopped on a signal; its state is on disk."""
 
     def __init__(self, step: int, steps: int, checkpoint: Path, signum: int) -> None:
-        super().__init__(f"Interrupted at step {step} of {steps}; everything is saved in {checkpoint}.")
+        super().__init__(
+            f"Interrupted at step {step} of {steps}; everything is saved in {checkpoint}. decompose(..., resume=True) goes on from there."
+        )
         self.step = step
         self.signum = signum
 
@@ -64,8 +66,9 @@ class Training:
         self.divergence = divergence or divergence_named(config.divergence)
         self.directory = directory
         self.observer = observer
-        self.named = model.named_tensors()
-        self.parameters = list(self.named.values())
+        self.trained = model.trained()
+        self.parameters = list(self.trained.values())
+        self.divergence_name = described(divergence) if divergence is not None else config.divergence
         self.losses = {name: loss for name, loss in config.losses.items() if loss.coefficient > 0}
         self.optimizer = _adam(self.parameters, config.optimizer.lr)
         self.step = 0
@@ -75,10 +78,10 @@ class Training:
 
     def run(self, *, resume: bool = False) -> Trained:
         """Train to the end, from the newest checkpoint if `resume`."""
-        keep_bytes = self._restore() if resume else 0
+        keep_bytes, keep_sha256 = self._restore() if resume else (0, None)
         metrics = None
         if self.directory is not None:
-            metrics = MetricsFile(self.directory / "metrics.jsonl", keep_bytes)
+            metrics = MetricsFile(self.directory / "metrics.jsonl", keep_bytes, keep_sha256)
             self.history = read_metrics(self.directory / "metrics.jsonl")
         try:
             with _stop_on_signal(self.directory is not None) as stop:
@@ -167,13 +170,22 @@ class Training:
     def _save(self, metrics: MetricsFile, total: Tensor) -> Path:
         assert self.directory is not None
         self._refuse_non_finite(self.step - 1, total)
-        tensors = {f"parameter/{name}": p for name, p in self.named.items()}
-        for name, p in self.named.items():
+        for name, p in self.trained.items():
+            if not bool(torch.isfinite(p).all()):
+                raise TrainingError(
+                    f"{name} holds values that are not finite after step {self.step - 1}; this state is not saved. Lower optimizer.lr."
+                )
+        tensors = {f"parameter/{name}": p for name, p in self.model.named_tensors().items()}
+        for name, p in self.trained.items():
             tensors |= {f"adam/{name}/{key}": value for key, value in self.optimizer.state[p].items()}
+        metrics_bytes, metrics_sha256 = metrics.sync()
         meta = {
             "step": self.step,
             "seconds": self.seconds,
-            "metrics_bytes": metrics.sync(),
+            "metrics_bytes": metrics_bytes,
+            "metrics_sha256": metrics_sha256,
+            "divergence": self.divergence_name,
+            "output": described(self.model.output),
             "threads": torch.get_num_threads(),
             "target": self.target_fingerprint,
             "C": {name: layer.C for name, layer in self.model.layers.items()},
@@ -185,11 +197,11 @@ class Training:
             old.unlink()
         return path
 
-    def _restore(self) -> int:
-        """Load the newest checkpoint; return how much of metrics.jsonl belongs to it."""
+    def _restore(self) -> tuple[int, str | None]:
+        """Load the newest checkpoint; return how much of metrics.jsonl belongs to it, and its digest."""
         found = checkpoints(self.directory) if self.directory is not None else []
         if not found:
-            return 0
+            return 0, None
         try:
             tensors, meta = load_sealed(found[-1])
         except CheckpointError as error:
@@ -200,14 +212,19 @@ class Training:
             # The order of summation, and with it the last bit, depends on the number of threads.
             torch.set_num_threads(meta["threads"])
         with torch.no_grad():
-            for name, p in self.named.items():
-                p.copy_(tensors[f"parameter/{name}"])
+            for name, tensor in self.model.named_tensors().items():
+                tensor.copy_(tensors[f"parameter/{name}"])
+            for name, p in self.trained.items():
                 prefix = f"adam/{name}/"
                 state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
                 if state:
-                    self.optimizer.state[p] = {k: t if k == "step" else t.to(p.device) for k, t in state.items()}
+                    # Adam counts its steps on the CPU, unless it is fused.
+                    here = self.optimizer.defaults["fused"]
+                    self.optimizer.state[p] = {
+                        k: t.to(p.device) if here or k != "step" else t for k, t in state.items()
+                    }
         self.step, self.seconds = meta["step"], meta["seconds"]
-        return meta["metrics_bytes"]
+        return meta["metrics_bytes"], meta["metrics_sha256"]
 
     def _check_same(self, path: Path, meta: dict[str, Any]) -> None:
         if meta["target"] != self.target_fingerprint:
@@ -222,12 +239,23 @@ class Training:
             raise CheckpointError(
                 f"{path} was written for other layers: {'; '.join(changed)}. Choose the same layers to resume."
             )
-        differing = differences(meta["config"], self.config.model_dump(mode="json"))
+        now = self.config.model_dump(mode="json") | {
+            "divergence": self.divergence_name,
+            "output": described(self.model.output),
+        }
+        differing = differences(meta["config"] | {key: meta[key] for key in ("divergence", "output")}, now)
         if differing:
             raise CheckpointError(
                 f"{path} was written with other settings, so it cannot be resumed with these: {'; '.join(differing)}. "
                 "Resume with the run's own settings, or start a new run in another directory."
             )
+
+
+def described(thing: Any) -> Any:
+    """A function by its name, anything else as it is: enough to notice when a run is resumed with another one."""
+    if not callable(thing):
+        return thing
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
 
 
 def checkpoints(directory: Path) -> list[Path]:

@@ -11,11 +11,22 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rankone.config import DecompositionConfig, Settings, from_yaml, override, validated
+from rankone.config import DecompositionConfig, Settings, differences, from_yaml, override, set_setting, validated
 from rankone.errors import ConfigError, near_matches
 from rankone.targets import TargetSettings
 
 PRESETS = ("default", "paper")
+DESCRIPTIVE = (
+    "experiment",
+    "preset",
+    "title",
+    "recovers",
+    "paper_reports",
+    "differs_from_paper",
+    "overrides",
+    "schema_version",
+)
+"""Settings that say what a run is, not what it does."""
 
 
 class Difference(Settings):
@@ -73,6 +84,13 @@ class ExperimentFile(Settings):
     """Changes to them in the default preset."""
 
 
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start}).") from None
+
+
 def experiment_names() -> list[str]:
     found = [Path(f.name).stem for f in files("rankone.experiments").iterdir() if f.name.endswith(".yaml")]
     return sorted(found, key=lambda name: (name.endswith("-id"), len(name), name))
@@ -100,16 +118,19 @@ def preset_values(name: str, preset: str) -> dict[str, Any]:
     }
     complete = validated(ExperimentConfig, values | file.paper, source=f"{name}.yaml").model_dump(mode="json")
     for change in changes:
-        set_value(complete, change.setting, change.value)
+        set_setting(complete, ExperimentConfig, change.setting, change.value)
     return complete
 
 
-def set_value(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set a dotted setting in plain values."""
-    *parents, leaf = path.split(".")
-    for part in parents:
-        values = values[part]
-    values[leaf] = value
+def preset_of(values: dict[str, Any]) -> str:
+    """The preset that a config file's settings really are: what it says, or `custom` where it was edited."""
+    name, preset = values["experiment"], values["preset"]
+    if name not in experiment_names() or preset not in PRESETS:
+        return "custom"
+    expected = override(preset_values(name, preset), ExperimentConfig, values["overrides"])
+    free = {"seed", "overrides"}
+    differing = {d.split(" was ")[0].split(".")[0] for d in differences(expected, values)} - free
+    return "custom" if differing else preset
 
 
 def experiment_config(
@@ -127,8 +148,11 @@ def experiment_config(
             raise ConfigError(f"--preset chooses among the settings of a shipped experiment; {path} has its own.")
         if not path.is_file():
             raise ConfigError(f"There is no config file {path}.")
-        given = from_yaml(path.read_text(), source=str(path))
+        given = from_yaml(read_text(path), source=str(path))
         values = validated(ExperimentConfig, given, source=str(path)).model_dump(mode="json")
+        values["preset"] = preset_of(values)
+        if values["preset"] == "custom":
+            values["differs_from_paper"] = []
     else:
         if name_or_path not in experiment_names():
             hint = near_matches(name_or_path, experiment_names())
@@ -136,6 +160,10 @@ def experiment_config(
                 f"There is no experiment {name_or_path!r}. {hint} A config file must end in .yaml; `rankone list` shows all."
             )
         values = preset_values(name_or_path, preset or "default")
+    for assignment in assignments:
+        if assignment.partition("=")[0] in DESCRIPTIVE:
+            hint = "Use --preset." if assignment.startswith("preset") else "It describes a run and is not set by hand."
+            raise ConfigError(f"{assignment!r} cannot be given as an override. {hint}")
     changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
     values = override(values, ExperimentConfig, [*changes, *([f"seed={seed}"] if seed is not None else [])])
     values["overrides"] = [*values["overrides"], *changes]

@@ -23,7 +23,7 @@ import torch
 
 from rankone.checkpoint import fingerprint, read_json, write_atomic, write_json
 from rankone.config import differences, from_yaml, to_yaml, validated
-from rankone.decomposition import Decomposition, decompose, load
+from rankone.decomposition import Decomposition, build, decompose, load
 from rankone.errors import CheckpointError
 from rankone.evaluate import Evaluation, evaluate
 from rankone.experiments import ExperimentConfig
@@ -50,12 +50,13 @@ def run(
 ) -> Summary:
     """Do a whole run, or finish one that was interrupted; return its summary."""
     with _locked(out):
+        torch.set_num_threads(config.threads)
+        target = load_target(config.target)
+        build(target, config.layers, config, None)  # settings that cannot work must not leave a run directory behind
         done = _prepare(config, out, resume)
         if done is not None:
             say(f"{out} is already complete; nothing to do.")
             return done
-        torch.set_num_threads(config.threads)
-        target = load_target(config.target)
         sampler = config.target.sampler(config.batch_size)
         result = decompose(target, sampler, config.layers, config, out=out, resume=resume, observer=observer)
         began = time.perf_counter()
@@ -71,22 +72,29 @@ def run(
 
 
 def evaluate_run(config: ExperimentConfig, result: Decomposition) -> Evaluation:
-    """The evaluation of a run: its own data, and the ground truth that its target has."""
+    """The evaluation of a run: its own data, and what is known of the layers that were decomposed."""
+    truth = {name: pattern for name, pattern in config.target.ground_truth().items() if name in result.layers}
     return evaluate(
         result,
         config.target.sampler(config.batch_size),
         probe=config.target.probe(),
-        ground_truth=config.target.ground_truth(),
-        similarity_of="embed",
+        ground_truth=truth,
+        similarity_of="embed" if "embed" in result.layers else None,
     )
 
 
 def reopen(out: Path) -> tuple[ExperimentConfig, Decomposition, Summary]:
     """A finished run from its directory."""
     config = read_config(out)
+    torch.set_num_threads(config.threads)
     if not (out / "summary.json").is_file():
         raise CheckpointError(f"{out} is not complete yet. Finish it with: rankone run {out} --resume")
-    return config, load(out / "decomposition", load_target(config.target)), read_json(out / "summary.json")
+    summary = read_json(out / "summary.json")
+    if not isinstance(summary, dict) or "recovered" not in summary:
+        raise CheckpointError(
+            f"{out / 'summary.json'} is not the summary of a run. Delete it and finish the run: rankone run {out} --resume"
+        )
+    return config, load(out / "decomposition", load_target(config.target)), summary
 
 
 def read_config(out: Path) -> ExperimentConfig:
@@ -98,12 +106,12 @@ def read_config(out: Path) -> ExperimentConfig:
 
 def _prepare(config: ExperimentConfig, out: Path, resume: bool) -> Summary | None:
     """Write or check config.yaml; return the summary if there is nothing left to do."""
-    if not (out / "config.yaml").exists():
+    empty = not checkpoints(out) and not (out / "summary.json").exists()
+    if not (out / "config.yaml").exists() or (empty and not resume):
         write_atomic(out / "config.yaml", to_yaml(config))
         return None
     if not resume:
-        found = checkpoints(out)
-        state = "is complete" if (out / "summary.json").exists() else f"has {len(found)} checkpoints"
+        state = "is complete" if (out / "summary.json").exists() else f"has reached {checkpoints(out)[-1].stem}"
         raise CheckpointError(
             f"{out} already holds a run, which {state}. Add --resume to finish it, or choose another directory with --out."
         )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,9 @@ def draw(result: Decomposition, evaluation: Evaluation) -> list[Picture]:
         elif view.target.numel() <= 1024:
             caption = f"The matrix, the sum of its {view.C} subcomponents, and the {min(view.C, shown[name])} largest ones by themselves."
             pictures.append(_picture(f"matrix-{name}", f"Weights of {name}", caption, plot.matrices(view, shown[name])))
-    if sum(view.target.numel() for view in views.values()) <= 2048:
+    chain = list(views.values())
+    connected = all(a.target.shape[0] == b.target.shape[1] for a, b in pairwise(chain))
+    if connected and sum(view.target.numel() for view in chain) <= 2048:
         most = 8 if max(max(v.target.shape) for v in views.values()) <= 10 else 6
         singles = [(name, c) for name, view in own.items() for c in plot.by_size(view) if c in evaluation.alive[name]][
             :most

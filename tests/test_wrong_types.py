@@ -1,0 +1,39 @@
+"""Arguments of the wrong type, in a process of their own: in the other tests beartype would complain before rankone can."""
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, torch, rankone
+model = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
+good = {"steps": 1}
+data = [torch.rand(3, 4)]
+result = rankone.decompose(model, data, {"0": 2}, good)
+attempts = {
+    "targets": lambda: rankone.decompose(model, data, ["0"], good),
+    "config": lambda: rankone.decompose(model, data, {"0": 2}, [1]),
+    "data": lambda: rankone.decompose(model, 3, {"0": 2}, good),
+    "batch": lambda: rankone.decompose(model, ["text"], {"0": 2}, good),
+    "keep": lambda: result.ablated({"0": 3}),
+    "C": lambda: rankone.decompose(model, data, {"0": "many"}, good),
+}
+said = {}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except rankone.RankoneError as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+def test_each_is_explained():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    assert "targets is a list; expected a mapping from layer name patterns to C" in said["targets"]
+    assert "config: expected a mapping of settings, got list" in said["config"]
+    assert "data is a int; expected an iterable of batches" in said["data"]
+    assert "A batch is a str" in said["batch"]
+    assert "keep['0'] is 3; expected the indices of subcomponents, such as [3]" in said["keep"]
+    assert "asks for C = 'many' subcomponents" in said["C"]
