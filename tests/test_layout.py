@@ -9,7 +9,30 @@ import pytest
 
 from conftest import ROOT
 
-ORDER = ["errors", "checkpoint", "components", "adapters", "importance", "masks", "data", "model", "losses", "config", "trackers", "metrics", "train", "decomposition", "evaluate", "plot", "targets", "experiments", "report", "experiments.run", "cli"]
+ORDER = [
+    "errors",
+    "checkpoint",
+    "components",
+    "adapters",
+    "importance",
+    "masks",
+    "data",
+    "surgery",
+    "model",
+    "losses",
+    "config",
+    "trackers",
+    "metrics",
+    "train",
+    "decomposition",
+    "evaluate",
+    "plot",
+    "targets",
+    "experiments",
+    "report",
+    "experiments.run",
+    "cli",
+]
 
 
 def imported(path) -> set[str]:

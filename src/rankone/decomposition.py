@@ -29,7 +29,8 @@ from rankone.config import DecompositionConfig, validated
 from rankone.data import Batch, Data, to_device
 from rankone.errors import CheckpointError, ConfigError, LayerError
 from rankone.losses import Divergence
-from rankone.model import DecomposedModel, OutputGetter
+from rankone.model import DecomposedModel
+from rankone.surgery import OutputGetter
 from rankone.trackers import Observer, Record, read_metrics
 from rankone.train import Training, checkpoints, described
 

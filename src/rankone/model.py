@@ -5,10 +5,8 @@ back afterwards, whatever happens; no weight is copied into it, no gradient is l
 rather than hooking it means that a replaced layer costs nothing, and that the user's own hooks go on working.
 """
 
-import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +15,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.adapters import Adapter, adapter_for
-from rankone.checkpoint import fingerprint
 from rankone.components import Subcomponents, TiedSubcomponents, make_subcomponents
 from rankone.data import Batch, call_with, check_batch, generator_for
 from rankone.errors import LayerError, TargetError, near_matches
 from rankone.importance import ImportanceFunction, Option, clipped, make_importance
 from rankone.masks import Masks
-
-OutputGetter = Callable[[Any], Tensor] | str | int | None
+from rankone.surgery import (
+    OutputGetter,
+    choose_layers,
+    only_input,
+    overridden,
+    pick_output,
+    refuse_training_mode,
+    same,
+    unchanged,
+)
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,11 @@ class DecomposedLayer(nn.Module):
         identity = torch.eye(min(W.shape), dtype=W.dtype, device=W.device)
         U, V = (identity, W) if few_outputs else (W, identity)
         made = self.adapter.write(self.module, self.adapter.read(self.module, x, V), U)
-        same = made.shape == output.shape
-        error = float((made - output).abs().max()) if same else float("inf")
-        if not error <= torch.finfo(W.dtype).eps ** 0.5 * max(1.0, float(output.abs().max())):
+        if not same(made, output):
             raise LayerError(
-                f"Layer {self.name!r} ({type(self.module).__name__}) does not just multiply by its matrix and add its bias: its output differs "
-                f"from that by up to {error:.3g}. A subclass or a patched forward may do more. Leave it out, or register an Adapter "
-                "for its type that says what it does."
+                f"Layer {self.name!r} ({type(self.module).__name__}) does not just multiply by its matrix and add its bias: "
+                "its output is something else. A subclass or a patched forward may do more. Leave it out, or register an "
+                "Adapter for its type that says what it does."
             )
 
 
@@ -147,7 +150,8 @@ class DecomposedModel(nn.Module):
             module = target.get_submodule(name)
             adapter = adapter_for(module, name)
             source = self.layers[source_name]
-            transposed = _tie_orientation(name, adapter.matrix(module), source_name, source.matrix())
+            W = adapter.matrix(module).to(source.subcomponents.U.dtype)
+            transposed = _tie_orientation(name, W, source_name, source.matrix())
             if chosen[name] != source.C:
                 raise LayerError(
                     f"Layer {name!r} has C = {chosen[name]} but is tied to {source_name!r}, which has C = {source.C}. "
@@ -210,56 +214,50 @@ class DecomposedModel(nn.Module):
         if self._verified_in_mode != self.target.training:
             self._verify(batch)
             self._verified_in_mode = self.target.training
-        return self._observe(batch)[0]
+        return self._observe(batch)
 
-    def _observe(self, batch: Batch) -> tuple[CleanPass, dict[str, Any]]:
-        """A clean pass, and the decomposed layers' own outputs."""
+    def _observe(self, batch: Batch, outputs: dict[str, Tensor] | None = None) -> CleanPass:
+        """A clean pass; the decomposed layers' own outputs go into `outputs` where it is given."""
         inputs: dict[str, Tensor] = {}
-        outputs: dict[str, Any] = {}
         versions: dict[str, int] = {}
 
         def recorder(layer: DecomposedLayer) -> Callable[..., Any]:
             original = layer.module.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                x = _only_input(layer.name, args, kwargs)
+                x = only_input(layer.name, args, kwargs)
                 inputs[layer.name] = x.clone() if layer.name in self._overwritten_inputs else x
                 versions[layer.name] = inputs[layer.name]._version
-                outputs[layer.name] = original(*args, **kwargs)
-                return outputs[layer.name]
+                output = original(*args, **kwargs)
+                if outputs is not None:  # a copy, since an activation that follows may work in place
+                    outputs[layer.name] = output.clone()
+                return output
 
             return forward
 
         recorders = {name: recorder(layer) for name, layer in self.layers.items()}
         result = self._run(lambda: call_with(self.target, batch), recorders)
         overwritten = {name for name, x in inputs.items() if x._version != versions[name]}
-        if (
-            overwritten
-        ):  # the target changed a layer's input in place after the layer had used it: keep copies from now on
+        if overwritten:
+            # The target changed a layer's input in place after the layer had used it: keep copies from now on.
             self._overwritten_inputs |= overwritten
-            return self._observe(batch)
-        return CleanPass(pick_output(result, self.output).detach(), inputs), outputs
+            return self._observe(batch, outputs)
+        return CleanPass(pick_output(result, self.output).detach(), inputs)
 
     def _verify(self, batch: Batch) -> None:
         """What must hold for a decomposition to mean anything: passes repeat, and layers are what their adapters say."""
         refuse_training_mode(self.target)
-        before = {key: value.clone() for key, value in self.target.state_dict().items() if isinstance(value, Tensor)}
-        print_before = fingerprint(self.target)
-        seen, outputs = self._observe(batch)
-        again, _ = self._observe(batch)
-        if fingerprint(self.target) != print_before:
-            for key, value in self.target.state_dict().items():
-                if key in before:
-                    value.copy_(before[key])
-            raise TargetError("The target changes its own state when it is run. Call model.eval() before decomposing.")
-        if not torch.equal(seen.output, again.output):
+        outputs: dict[str, Tensor] = {}
+        with unchanged(self.target):
+            seen = self._observe(batch, outputs)
+            again = self._observe(batch)
+        if not same(seen.output, again.output):
             raise TargetError(
                 "The target gives different outputs for the same batch, so its output cannot be compared with. "
                 "Call model.eval() before decomposing, and switch off whatever else is random in it."
             )
         for name, layer in self.layers.items():
-            if isinstance(outputs[name], Tensor):
-                layer.verify(seen.inputs[name], outputs[name])
+            layer.verify(seen.inputs[name], outputs[name])
 
     def inner(self, clean: CleanPass) -> dict[str, Tensor]:
         """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
@@ -290,7 +288,7 @@ class DecomposedModel(nn.Module):
             def forward(*args: Any, **kwargs: Any) -> Tensor:
                 h = known.get(layer.name)
                 if h is None:
-                    h = layer.read(_only_input(layer.name, args, kwargs))
+                    h = layer.read(only_input(layer.name, args, kwargs))
                 return layer.write(h * mask)
 
             return forward
@@ -335,112 +333,6 @@ class DecomposedModel(nn.Module):
         return result
 
 
-def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:
-    """The layers that the patterns name, in the target's order, each with its C.
-
-    Modules that own no matrix (containers, activations, norms) are passed over when a pattern with a wildcard
-    happens to match them. A module that does own one but has no adapter is an error, never skipped.
-    """
-    if not patterns:
-        raise LayerError("No layers were chosen: give at least one name pattern with its number of subcomponents.")
-    modules = {name: module for name, module in target.named_modules() if name}
-    aliases = {name: module for name, module in target.named_modules(remove_duplicate=False) if name not in modules}
-    found: dict[str, str] = {}
-    for pattern, C in patterns.items():
-        if isinstance(C, bool) or not isinstance(C, int) or C < 1:
-            raise LayerError(
-                f"Pattern {pattern!r} asks for C = {C!r} subcomponents; C must be a whole number of at least 1."
-            )
-        hits = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
-        matrices = [n for n in hits if n == pattern or _owns_matrix(modules[n])]
-        if not matrices:
-            able = [n for n in modules if _owns_matrix(modules[n])]
-            if pattern in aliases:
-                first = next(n for n, m in modules.items() if m is aliases[pattern])
-                raise LayerError(f"Pattern {pattern!r} is a second name of the module {first!r}. Use {first!r}.")
-            if not modules and _owns_matrix(target):
-                raise LayerError(
-                    f"The target is a bare {type(target).__name__}, so it has no layers to name. Wrap it: nn.Sequential(model)."
-                )
-            seen = "matches no module" if not hits else f"matches {hits[0]!r}, which has no weight matrix,"
-            raise LayerError(f"Pattern {pattern!r} {seen} in {type(target).__name__}. {near_matches(pattern, able)}")
-        for name in matrices:
-            if name in found:
-                raise LayerError(
-                    f"Layer {name!r} is matched twice, by the patterns {found[name]!r} and {pattern!r}. "
-                    "Each layer must be matched by exactly one pattern."
-                )
-            found[name] = pattern
-    return {name: patterns[found[name]] for name in modules if name in found}
-
-
-@contextmanager
-def overridden(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Override `forward` on these module instances, and put everything back on the way out.
-
-    torch's fused attention path reads weights without calling the layers that own them; it is off meanwhile.
-    """
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    fused = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        for module, forward in forwards.items():
-            module.__dict__["forward"] = forward
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for module, original in before.items():
-            if original is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = original
-
-
-def pick_output(result: Any, getter: OutputGetter) -> Tensor:
-    """The tensor to compare, out of whatever the target returns."""
-    picked = result
-    if callable(getter):
-        picked = getter(result)
-    elif isinstance(getter, int):
-        if not isinstance(result, tuple | list) or not -len(result) <= getter < len(result):
-            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-            raise TargetError(
-                f"output={getter}: the target returns a {type(result).__name__}{size}, which has no element {getter}."
-            )
-        picked = result[getter]
-    elif isinstance(getter, str):
-        in_mapping = isinstance(result, Mapping) and getter in result
-        if not in_mapping and not hasattr(result, getter):
-            names = list(result) if isinstance(result, Mapping) else [n for n in dir(result) if not n.startswith("_")]
-            raise TargetError(
-                f"output={getter!r}: the target returns a {type(result).__name__} that has no such attribute or key. "
-                f"{near_matches(getter, map(str, names))}"
-            )
-        picked = result[getter] if in_mapping else getattr(result, getter)
-    if not isinstance(picked, Tensor):
-        how = "returns" if getter is None else f"with output={getter!r} gives"
-        raise TargetError(
-            f"The target {how} a {type(picked).__name__}, but a tensor is needed to compare outputs. Pass output= "
-            "a name (output='logits'), an index (output=0) or a function that gets the tensor."
-        )
-    return picked
-
-
-def _only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    given = [*args, *kwargs.values()]
-    if len(given) != 1 or not isinstance(given[0], Tensor):
-        kinds = ", ".join(type(g).__name__ for g in given) or "nothing"
-        raise LayerError(f"Layer {name!r} is called with ({kinds}); rankone decomposes layers that take one tensor.")
-    return given[0]
-
-
-def _owns_matrix(module: nn.Module) -> bool:
-    if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
-        return True
-    weight = getattr(module, "weight", None)  # a parametrised, tied or frozen weight is no parameter of its own
-    return isinstance(weight, Tensor) and weight.dim() >= 2
-
-
 def _check_tied_names(tied: Mapping[str, str], chosen: Mapping[str, int]) -> None:
     for name, source in tied.items():
         for given in (name, source):
@@ -464,21 +356,3 @@ def _tie_orientation(name: str, W: Tensor, source_name: str, source: Tensor) -> 
         f"Layers {name!r} {tuple(W.shape)} and {source_name!r} {tuple(source.shape)} are declared as tied, but their matrices "
         "are neither equal nor each other's transpose. Remove the entry from `tied` to decompose them separately."
     )
-
-
-def refuse_training_mode(target: nn.Module) -> None:
-    """A pass must be repeatable: no layer may behave at random or change state when it is called."""
-    for name, module in target.named_modules():
-        if not module.training:
-            continue
-        dropout = getattr(module, "dropout", 0.0)
-        random = (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0) or (
-            isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0
-        )
-        stateful = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if random or stateful:
-            what = "draws random numbers" if random else "changes its statistics"
-            raise TargetError(
-                f"The target is in training mode and its layer {name!r} ({type(module).__name__}) {what} in every pass. "
-                "Call model.eval() before decomposing."
-            )

@@ -1,0 +1,169 @@
+"""What rankone does to a target network, and how it leaves it as it was.
+
+Layers are chosen by name, their `forward` is overridden for the length of one pass and put back whatever happens, and a target
+whose passes would not repeat is refused. Nothing here knows about subcomponents.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankone.errors import LayerError, TargetError, near_matches
+
+OutputGetter = Callable[[Any], Tensor] | str | int | None
+"""How to get the tensor to compare: a function, an attribute or key, an index, or None for the result itself."""
+
+
+def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:
+    """The layers that the patterns name, in the target's order, each with its C.
+
+    Modules that own no matrix (containers, activations, norms) are passed over when a pattern with a wildcard
+    happens to match them. A module that does own one but has no adapter is an error, never skipped.
+    """
+    if not patterns:
+        raise LayerError("No layers were chosen: give at least one name pattern with its number of subcomponents.")
+    modules = {name: module for name, module in target.named_modules() if name}
+    aliases = {name: module for name, module in target.named_modules(remove_duplicate=False) if name not in modules}
+    found: dict[str, str] = {}
+    for pattern, C in patterns.items():
+        if isinstance(C, bool) or not isinstance(C, int) or C < 1:
+            raise LayerError(
+                f"Pattern {pattern!r} asks for C = {C!r} subcomponents; C must be a whole number of at least 1."
+            )
+        hits = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
+        matrices = [n for n in hits if n == pattern or _owns_matrix(modules[n])]
+        if not matrices:
+            able = [n for n in modules if _owns_matrix(modules[n])]
+            if pattern in aliases:
+                first = next(n for n, m in modules.items() if m is aliases[pattern])
+                raise LayerError(f"Pattern {pattern!r} is a second name of the module {first!r}. Use {first!r}.")
+            if not modules and _owns_matrix(target):
+                raise LayerError(
+                    f"The target is a bare {type(target).__name__}, so it has no layers to name. Wrap it: nn.Sequential(model)."
+                )
+            seen = "matches no module" if not hits else f"matches {hits[0]!r}, which has no weight matrix,"
+            raise LayerError(f"Pattern {pattern!r} {seen} in {type(target).__name__}. {near_matches(pattern, able)}")
+        for name in matrices:
+            if name in found:
+                raise LayerError(
+                    f"Layer {name!r} is matched twice, by the patterns {found[name]!r} and {pattern!r}. "
+                    "Each layer must be matched by exactly one pattern."
+                )
+            found[name] = pattern
+    return {name: patterns[found[name]] for name in modules if name in found}
+
+
+@contextmanager
+def overridden(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Override `forward` on these module instances, and put everything back on the way out.
+
+    torch's fused attention path reads weights without calling the layers that own them; it is off meanwhile.
+    """
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for module, original in before.items():
+            if original is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = original
+
+
+def pick_output(result: Any, getter: OutputGetter) -> Tensor:
+    """The tensor to compare, out of whatever the target returns."""
+    picked = result
+    if callable(getter):
+        picked = getter(result)
+    elif isinstance(getter, int):
+        if not isinstance(result, tuple | list) or not -len(result) <= getter < len(result):
+            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise TargetError(
+                f"output={getter}: the target returns a {type(result).__name__}{size}, which has no element {getter}."
+            )
+        picked = result[getter]
+    elif isinstance(getter, str):
+        in_mapping = isinstance(result, Mapping) and getter in result
+        if not in_mapping and not hasattr(result, getter):
+            names = list(result) if isinstance(result, Mapping) else [n for n in dir(result) if not n.startswith("_")]
+            raise TargetError(
+                f"output={getter!r}: the target returns a {type(result).__name__} that has no such attribute or key. "
+                f"{near_matches(getter, map(str, names))}"
+            )
+        picked = result[getter] if in_mapping else getattr(result, getter)
+    if not isinstance(picked, Tensor):
+        how = "returns" if getter is None else f"with output={getter!r} gives"
+        raise TargetError(
+            f"The target {how} a {type(picked).__name__}, but a tensor is needed to compare outputs. Pass output= "
+            "a name (output='logits'), an index (output=0) or a function that gets the tensor."
+        )
+    return picked
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding. (Integers, as some getters give them, must be equal.)"""
+    if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
+        return torch.equal(a, b)
+    tolerance = torch.finfo(a.dtype).eps ** 0.5 * max(1.0, float(b.abs().max()))
+    return torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
+
+
+@contextmanager
+def unchanged(target: nn.Module) -> Iterator[None]:
+    """Raise, and undo it, if a target that is in training mode changes its parameters or buffers meanwhile."""
+    if not any(module.training for module in target.modules()):
+        yield
+        return
+    before = {key: value.clone() for key, value in target.state_dict().items() if isinstance(value, Tensor)}
+    yield
+    changed = [
+        key for key, value in target.state_dict().items() if key in before and not torch.equal(value, before[key])
+    ]
+    if changed:
+        for key in changed:
+            target.state_dict()[key].copy_(before[key])
+        raise TargetError(
+            f"The target changes its own state when it is run ({changed[0]}). Call model.eval() before decomposing."
+        )
+
+
+def only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    given = [*args, *kwargs.values()]
+    if len(given) != 1 or not isinstance(given[0], Tensor):
+        kinds = ", ".join(type(g).__name__ for g in given) or "nothing"
+        raise LayerError(f"Layer {name!r} is called with ({kinds}); rankone decomposes layers that take one tensor.")
+    return given[0]
+
+
+def refuse_training_mode(target: nn.Module) -> None:
+    """A pass must be repeatable: no layer may behave at random or change state when it is called."""
+    for name, module in target.named_modules():
+        if not module.training:
+            continue
+        dropout = getattr(module, "dropout", 0.0)
+        random = (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0) or (
+            isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0
+        )
+        stateful = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if random or stateful:
+            what = "draws random numbers" if random else "changes its statistics"
+            raise TargetError(
+                f"The target is in training mode and its layer {name!r} ({type(module).__name__}) {what} in every pass. "
+                "Call model.eval() before decomposing."
+            )
+
+
+def _owns_matrix(module: nn.Module) -> bool:
+    if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+        return True
+    weight = getattr(module, "weight", None)  # a parametrised, tied or frozen weight is no parameter of its own
+    return isinstance(weight, Tensor) and weight.dim() >= 2
