@@ -264,3 +264,20 @@ def test_metrics_hold_no_times(whole):
     lines = (whole[0] / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 4, 8, 12, 16, 20, 22]
     assert set(json.loads(lines[0])) == {"step", "lr", "loss", "l0"}
+
+
+def test_the_exponent_moves_from_its_start_to_p():
+    from rankone.losses import ImportanceMinimality
+
+    moving = ImportanceMinimality(p=1.0, p_start=2.0, anneal=0.5)
+    assert [moving.exponent(t) for t in (0.0, 0.25, 0.5, 1.0)] == [2.0, 1.5, 1.0, 1.0]
+    assert ImportanceMinimality(p=0.9).exponent(0.0) == 0.9
+    recorded = {}
+    for start in (None, 4.0):
+        config = DecompositionConfig(
+            steps=3, log_every=1, losses={"importance_minimality": {"p": 1.0, "p_start": start}}
+        )
+        recorded[start] = rankone.decompose(small_mlp(), uniform(), LAYERS, config).history[0]["loss"][
+            "importance_minimality"
+        ]
+    assert recorded[None] != recorded[4.0]

@@ -232,6 +232,10 @@ class ImportanceMinimality(Loss):
     """beta3."""
     p: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Exponent of the penalty."""
+    p_start: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Exponent at the start of training, from which it moves linearly to p; null to use p throughout."""
+    anneal: float = Field(default=0.5, gt=0, le=1)
+    """The share of training over which the exponent moves from p_start to p."""
     eps: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     """Added to the importances when p < 1, where the slope at 0 would be infinite."""
 
@@ -243,13 +247,20 @@ class ImportanceMinimality(Loss):
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
         total = torch.zeros((), device=step.model.device)
+        p = self.exponent(step.progress)
         for raw in step.raw.values():
-            total = total + mean_over_data(self._penalty(upper_leaky(raw)).sum(-1), step.weights)
+            total = total + mean_over_data(self._penalty(upper_leaky(raw), p).sum(-1), step.weights)
         return total
 
-    def _penalty(self, g: Tensor) -> Tensor:
-        if self.p == 1:
+    def exponent(self, progress: float) -> float:
+        """The exponent after this share of training."""
+        if self.p_start is None:
+            return self.p
+        return self.p + (self.p_start - self.p) * max(0.0, 1 - progress / self.anneal)
+
+    def _penalty(self, g: Tensor, p: float) -> Tensor:
+        if p == 1:
             return g
-        if self.p == 2:
+        if p == 2:
             return g.square()
-        return (g + self.eps).pow(self.p) if self.p < 1 else g.pow(self.p)
+        return (g + self.eps).pow(p) if p < 1 else g.pow(p)
