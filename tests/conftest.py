@@ -23,21 +23,6 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-class Conv1D(nn.Module):
-    """Stands where transformers' Conv1D stands, with its name and its layout, so that the package need not be installed."""
-
-    def __init__(self, n_out: int, n_in: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.5 * torch.randn(n_in, n_out))
-        self.bias = nn.Parameter(0.5 * torch.randn(n_out))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight + self.bias
-
-
-Conv1D.__module__ = "transformers.pytorch_utils"
-
-
 def small_mlp(seed: int = 0, d: int = 4, width: int = 6) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(d, width), nn.ReLU(), nn.Linear(width, d)).eval()

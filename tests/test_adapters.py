@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from conftest import Conv1D
 from rankone import Adapter, RankoneError, register_adapter
 from rankone.adapters import adapter_for
 from rankone.components import make_subcomponents
@@ -46,12 +46,6 @@ def test_subclasses_use_the_adapter_of_their_parent():
         pass
 
     assert type(adapter_for(Mine(2, 2), "m")) is type(adapter_for(nn.Linear(2, 2), "l"))
-
-
-def test_real_hf_conv1d():
-    transformers = pytest.importorskip("transformers.pytorch_utils")
-    module = transformers.Conv1D(4, 3)
-    assert adapter_for(module, "c").matrix(module).shape == (4, 3)
 
 
 def test_unsupported_type_is_named():

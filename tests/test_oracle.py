@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import oracle
-from conftest import Conv1D
 from rankone import DecomposedModel, WeightedBatch
 from rankone.losses import DIVERGENCES, LOSSES, StepContext
 from rankone.targets.tms import TMS
@@ -38,6 +38,8 @@ def build(kinds: list[str], widths: list[int], vocabulary: int) -> tuple[Chain, 
             layers.append(nn.Embedding(vocabulary, widths[1]))
         elif kind == "conv1d":
             layers.append(Conv1D(widths[i + 1], widths[i]))
+            for p in layers[-1].parameters():
+                nn.init.normal_(p, std=0.5)
         else:
             layers.append(nn.Linear(widths[i], widths[i + 1], bias=kind == "linear"))
     transposed = [isinstance(layer, Conv1D | nn.Embedding) for layer in layers]
