@@ -64,7 +64,7 @@ def list_experiments() -> None:
         file = experiment_file(name)
         table.add_row(name, file.recovers, file.takes["default"], file.takes["paper"])
     console.print(table)
-    console.print("\nTimes are of full runs on two CPU cores. Start one with: rankone run NAME")
+    console.print("\nTimes are of full runs on two CPU cores, one run at a time. Start one with: rankone run NAME")
 
 
 @app.command
