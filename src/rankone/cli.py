@@ -4,6 +4,7 @@ What a command prints for people goes to standard output, errors go to standard 
 readable message and an exit code; anything else is a bug and keeps its traceback.
 """
 
+import json
 import shlex
 import signal
 import sys
@@ -18,6 +19,7 @@ import torch
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -176,13 +178,9 @@ def explain(experiment: str = "tms_5-2", /) -> None:
         The experiment whose values are shown.
     """
     config = experiment_config(experiment)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold", max_width=24)
-    table.add_column("meaning", overflow="fold")
     for path, value, doc in fields(ExperimentConfig, config.model_dump(mode="json")):
-        table.add_row(path, Text(str(value)), Text(doc))
-    console.print(table)
+        console.print(f"[bold]{escape(path)}[/] = {escape(json.dumps(value))}", soft_wrap=True)
+        console.print(Padding(Text(doc), (0, 0, 0, 4)))
 
 
 @app.command
