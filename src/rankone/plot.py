@@ -120,11 +120,12 @@ def matrices(view: LayerView, shown: int) -> "Figure":
     """A matrix as coloured squares: target, sum of subcomponents, the largest ones singly."""
     panels = [("target", view.target), ("sum of all\nsubcomponents", view.sum())]
     panels += [(f"subcomponent {c}", view.matrix(c)) for c in by_size(view)[:shown]]
-    columns = min(len(panels), 7)
+    wide = view.target.shape[1] / view.target.shape[0] > 2
+    columns = min(len(panels), 3 if wide else 7)
     rows = -(-len(panels) // columns)
     largest = float(view.target.abs().max())
     small = view.target.numel() <= 25
-    figure = _figure(1.55 * columns + 0.6, 1.9 * rows)
+    figure = _figure((3.4 if wide else 1.55) * columns + 0.6, (1.4 if wide else 1.9) * rows)
     image: Any = None
     all_axes = []
     for i, (title, matrix) in enumerate(panels):
