@@ -227,6 +227,14 @@ def test_an_edited_preset_is_no_preset(rankone, tmp_path):
     assert yaml.safe_load(rankone("config", "show", "edited.yaml")[1])["preset"] == "custom"
 
 
+def test_what_an_override_undoes_is_no_longer_called_a_difference(rankone, tmp_path):
+    shown = rankone("config", "show", "tms_5-2", "--steps", "123")[1]
+    assert yaml.safe_load(shown)["steps"] == 123
+    assert "steps" not in {d["setting"] for d in yaml.safe_load(shown)["differs_from_paper"]}
+    (tmp_path / "x.yaml").write_text(shown)
+    assert yaml.safe_load(rankone("config", "show", "x.yaml")[1])["preset"] == "default"
+
+
 def test_a_narrow_terminal_shows_what_matters(monkeypatch):
     from io import StringIO
 

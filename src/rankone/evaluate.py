@@ -14,7 +14,7 @@ from torch import Tensor
 from rankone.data import Data, batches, generator_for, to_device, weights_of
 from rankone.decomposition import Decomposition
 from rankone.importance import clipped
-from rankone.losses import Divergence, divergence_named, faithfulness, mean_over_data
+from rankone.losses import Divergence, distance, divergence_named, faithfulness
 from rankone.masks import SOURCES
 from rankone.metrics import IMPORTANT, Check, Pattern, l0, mmcs_ml2r, run_check
 
@@ -96,7 +96,7 @@ def evaluate(
         for source, make in SOURCES.items():
             generator = generator_for(seed, f"evaluation/{source}", i, model.device)
             output = model.masked(batch, {name: make(r, generator) for name, r in raw.items()})
-            totals[source] += float(mean_over_data(compare(output, clean.output), weights_of(batch))) / n_batches
+            totals[source] += float(distance(compare, output, clean.output, weights_of(batch))) / n_batches
         for name, r in raw.items():
             counts[name] += l0(clipped(r), weights_of(batch)) / n_batches
             important[name] |= (clipped(r).flatten(0, -2) > IMPORTANT).any(0).cpu()

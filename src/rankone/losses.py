@@ -63,6 +63,12 @@ def mean_over_data(values: Tensor, weights: Tensor | None) -> Float[Tensor, ""]:
     return rows @ weights / weights.sum()
 
 
+def distance(divergence: Divergence, output: Tensor, target: Tensor, weights: Tensor | None) -> Float[Tensor, ""]:
+    """How far a masked output is from the target's, averaged over the data; never in less than single precision."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+    return mean_over_data(divergence(output.to(wide), target.to(wide)), weights)
+
+
 @dataclass
 class StepContext:
     """Everything one training step shares between its losses: each thing is computed once."""
@@ -94,11 +100,6 @@ class StepContext:
     @property
     def weights(self) -> Tensor | None:
         return weights_of(self.batch)
-
-    def distance(self, output: Tensor) -> Float[Tensor, ""]:
-        """How far a masked output is from the target's, averaged over the data; never in less than single precision."""
-        wide = torch.promote_types(output.dtype, torch.float32)
-        return mean_over_data(self.divergence(output.to(wide), self.clean.output.to(wide)), self.weights)
 
     def masks(self, source: str, sample: int) -> Masks:
         """The masks of one sample, the same for every loss that asks."""
@@ -190,7 +191,7 @@ class Reconstruction(Loss):
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
         terms = [
-            step.distance(self._output(step, routed))
+            distance(step.divergence, self._output(step, routed), step.clean.output, step.weights)
             for sample in range(self.samples)
             for routed in ROUTINGS[self.routing](step.masks(self.mask, sample))
         ]

@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from rankone.losses import mean_over_data
+
 IMPORTANT = 0.1
 """Above this a subcomponent counts as important: for L0, for being alive, and for what a check calls an error."""
 CERTAIN = 0.9
@@ -90,7 +92,4 @@ def mmcs_ml2r(
 def l0(importances: Float[Tensor, "*lead C"], weights: Tensor | None = None) -> float:
     """The mean number of important subcomponents per datapoint."""
     count = (importances > IMPORTANT).sum(-1).to(torch.float64)
-    if weights is None:
-        return float(count.mean())
-    rows = count.flatten(1).mean(1) if count.dim() > 1 else count
-    return float((rows * weights).sum() / weights.sum())
+    return float(mean_over_data(count, weights))

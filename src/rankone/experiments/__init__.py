@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rankone.config import DecompositionConfig, Settings, differences, from_yaml, override, set_setting, validated
+from rankone.config import (
+    DecompositionConfig,
+    Settings,
+    differences,
+    fields,
+    from_yaml,
+    override,
+    set_setting,
+    validated,
+)
 from rankone.errors import ConfigError, near_matches
 from rankone.targets import TargetSettings
 
@@ -98,7 +107,10 @@ def experiment_names() -> list[str]:
 
 def experiment_file(name: str) -> ExperimentFile:
     if name not in experiment_names():
-        raise ConfigError(f"There is no experiment {name!r}. {near_matches(name, experiment_names())}")
+        hint = near_matches(name, experiment_names())
+        raise ConfigError(
+            f"There is no experiment {name!r}. {hint} A config file must end in .yaml; `rankone list` shows all."
+        )
     text = (files("rankone.experiments") / f"{name}.yaml").read_text()
     return validated(ExperimentFile, from_yaml(text, source=f"{name}.yaml"), source=f"{name}.yaml")
 
@@ -122,12 +134,20 @@ def preset_values(name: str, preset: str) -> dict[str, Any]:
     return complete
 
 
+def changed(values: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """Settings with assignments applied; what they undo is no longer listed as a difference from the paper."""
+    result = override(values, ExperimentConfig, assignments)
+    now = {path: value for path, value, _ in fields(ExperimentConfig, result)}
+    result["differs_from_paper"] = [d for d in result["differs_from_paper"] if now[d["setting"]] == d["value"]]
+    return result
+
+
 def preset_of(values: dict[str, Any]) -> str:
     """The preset that a config file's settings really are: what it says, or `custom` where it was edited."""
     name, preset = values["experiment"], values["preset"]
     if name not in experiment_names() or preset not in PRESETS:
         return "custom"
-    expected = override(preset_values(name, preset), ExperimentConfig, values["overrides"])
+    expected = changed(preset_values(name, preset), values["overrides"])
     free = {"seed", "overrides"}
     differing = {d.split(" was ")[0].split(".")[0] for d in differences(expected, values)} - free
     return "custom" if differing else preset
@@ -154,17 +174,12 @@ def experiment_config(
         if values["preset"] == "custom":
             values["differs_from_paper"] = []
     else:
-        if name_or_path not in experiment_names():
-            hint = near_matches(name_or_path, experiment_names())
-            raise ConfigError(
-                f"There is no experiment {name_or_path!r}. {hint} A config file must end in .yaml; `rankone list` shows all."
-            )
         values = preset_values(name_or_path, preset or "default")
     for assignment in assignments:
         if assignment.partition("=")[0] in DESCRIPTIVE:
             hint = "Use --preset." if assignment.startswith("preset") else "It describes a run and is not set by hand."
             raise ConfigError(f"{assignment!r} cannot be given as an override. {hint}")
     changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
-    values = override(values, ExperimentConfig, [*changes, *([f"seed={seed}"] if seed is not None else [])])
+    values = changed(values, [*changes, *([f"seed={seed}"] if seed is not None else [])])
     values["overrides"] = [*values["overrides"], *changes]
     return validated(ExperimentConfig, values, source=f"Settings for {name_or_path}")

@@ -26,7 +26,7 @@ from rankone.config import differences, from_yaml, to_yaml, validated
 from rankone.decomposition import Decomposition, build, decompose, load
 from rankone.errors import CheckpointError
 from rankone.evaluate import Evaluation, evaluate
-from rankone.experiments import ExperimentConfig
+from rankone.experiments import ExperimentConfig, read_text
 from rankone.report import write_report
 from rankone.targets import load_target
 from rankone.trackers import Observer
@@ -52,7 +52,7 @@ def run(
     with _locked(out):
         torch.set_num_threads(config.threads)
         target = load_target(config.target)
-        build(target, config.layers, config, None)  # settings that cannot work must not leave a run directory behind
+        build(target, config.layers, config, None)  # settings that cannot work must not leave a config.yaml behind
         done = _prepare(config, out, resume)
         if done is not None:
             say(f"{out} is already complete; nothing to do.")
@@ -79,7 +79,7 @@ def evaluate_run(config: ExperimentConfig, result: Decomposition) -> Evaluation:
         config.target.sampler(config.batch_size),
         probe=config.target.probe(),
         ground_truth=truth,
-        similarity_of="embed" if "embed" in result.layers else None,
+        similarity_of=config.target.similarity_of if config.target.similarity_of in result.layers else None,
     )
 
 
@@ -101,7 +101,7 @@ def read_config(out: Path) -> ExperimentConfig:
     path = out / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{out} is not a run directory: it has no config.yaml. `rankone run` makes one.")
-    return validated(ExperimentConfig, from_yaml(path.read_text(), source=str(path)), source=str(path))
+    return validated(ExperimentConfig, from_yaml(read_text(path), source=str(path)), source=str(path))
 
 
 def _prepare(config: ExperimentConfig, out: Path, resume: bool) -> Summary | None:

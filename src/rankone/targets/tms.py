@@ -7,7 +7,7 @@ identity matrices between W and Wᵀ (section 3.2).
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +114,9 @@ class TMSTarget(Settings):
     """The trained weights: the name of a pinned target, or the path of a file written by train-target."""
     sha256: str | None = None
     """The fingerprint that the loaded weights must have; null to take them as they are."""
+
+    similarity_of: ClassVar[str] = "embed"
+    """The matrix whose columns MMCS and ML2R are about."""
 
     def build(self) -> TMS:
         return TMS(self.n_features, self.n_hidden, self.n_identity)
