@@ -171,7 +171,7 @@ def importance_heatmap(
 
 def loss_curves(history: Sequence[Record]) -> "Figure":
     """The losses and the sparsity over training."""
-    figure = _figure(9.5, 3.2)
+    figure = _figure(9.5, 3.5)
     steps = [record["step"] for record in history]
     losses = figure.add_subplot(1, 2, 1)
     for name in history[0]["loss"]:
@@ -188,7 +188,7 @@ def loss_curves(history: Sequence[Record]) -> "Figure":
     for axes in (losses, sparsity):
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=7)
-        axes.legend(fontsize=7, frameon=False)
+        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
