@@ -7,7 +7,6 @@ The table in results/README.md is made from every summary that results/ holds, s
 
 import argparse
 import json
-import math
 import shutil
 import statistics
 from collections import defaultdict
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from rankone.checkpoint import read_json
 from rankone.experiments import experiment_config, experiment_names
+from rankone.metrics import wilson
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 HEADER = """# Results
@@ -41,14 +41,6 @@ def keep(run: Path) -> None:
     shutil.copytree(run / "decomposition", kept / "decomposition", ignore=shutil.ignore_patterns("history.jsonl"))
     if summary["seed"] == 0:
         shutil.copytree(run / "figures", kept / "figures")
-
-
-def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a share."""
-    share = successes / trials
-    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def spread(values: list[float]) -> str:

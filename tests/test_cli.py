@@ -240,6 +240,7 @@ def test_a_narrow_terminal_shows_what_matters(monkeypatch):
 
     from rich.console import Console
 
+    from rankone.progress import RunDisplay
     from rankone.trackers import Progress
 
     screen = StringIO()
@@ -247,7 +248,7 @@ def test_a_narrow_terminal_shows_what_matters(monkeypatch):
     losses = dict.fromkeys(
         ("total", "faithfulness", "stochastic_recon", "stochastic_recon_layerwise", "importance_minimality"), 0.001
     )
-    with cli._Display(40_000) as display:
+    with RunDisplay(cli.console, 40_000) as display:
         display(Progress({"loss": losses, "l0": {"embed": 0.25, "unembed": 0.5}}, 12_000, 40_000, 60.0, 5.0))
     for words in ("12000/40000", "5.0 ms/step", "2:20 left", "L0 0.25/0.50"):
         assert words in screen.getvalue()

@@ -13,9 +13,12 @@ ORDER = [
     "errors",
     "checkpoint",
     "components",
+    "factored",
     "adapters",
     "importance",
     "masks",
+    "kernels",
+    "fast",
     "data",
     "surgery",
     "model",
@@ -31,6 +34,8 @@ ORDER = [
     "experiments",
     "report",
     "experiments.run",
+    "experiments.seeds",
+    "progress",
     "cli",
 ]
 

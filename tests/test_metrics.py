@@ -90,5 +90,5 @@ class TestSimilarity:
 def test_l0():
     g = torch.tensor([[0.2, 0.0, 1.0], [0.1, 0.05, 0.0]])
     assert l0(g) == 1.0
-    assert l0(g, torch.tensor([3.0, 1.0])) == 1.5
-    assert l0(g.unsqueeze(1).expand(2, 5, 3), torch.tensor([3.0, 1.0])) == 1.5
+    assert l0(g, torch.tensor([0.75, 0.25])) == 1.5
+    assert l0(g.unsqueeze(1).expand(2, 5, 3), torch.tensor([0.75, 0.25])) == 1.5

@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 import oracle
 from rankone import DecomposedModel, WeightedBatch
-from rankone.losses import DIVERGENCES, LOSSES, StepContext
+from rankone.losses import DIVERGENCES, LOSSES, StepContext, mask_key
+from rankone.masks import uniform
 from rankone.targets.tms import TMS
 
 QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -86,7 +87,7 @@ def scatter_gates(model: DecomposedModel, seed: int) -> None:
 
 
 def engine_losses(model, batch, divergence, S, p, seed, eps=1e-6):
-    context = StepContext.of(model, batch, DIVERGENCES[divergence], torch.Generator().manual_seed(seed))
+    context = StepContext.of(model, batch, DIVERGENCES[divergence], seed=seed)
     made = {
         "faithfulness": LOSSES["faithfulness"](),
         "stochastic_recon": LOSSES["stochastic_recon"](samples=S),
@@ -108,13 +109,12 @@ def literal_losses(f, layers, X, R, divergence, p, eps=1e-6):
 
 def draws(model: DecomposedModel, lead: tuple[int, ...], S: int, seed: int) -> list[list[Tensor]]:
     """The random numbers the engine draws, sample by sample and layer by layer, as rows per datapoint."""
-    generator = torch.Generator().manual_seed(seed)
     return [
         [
-            torch.rand(*lead, layer.C, generator=generator, dtype=torch.float64).flatten(0, -2)
-            for layer in model.layers.values()
+            uniform(mask_key(seed, 0, name, s), torch.zeros(*lead, layer.C, dtype=torch.float64)).flatten(0, -2)
+            for name, layer in model.layers.items()
         ]
-        for _ in range(S)
+        for s in range(S)
     ]
 
 

@@ -181,7 +181,7 @@ def test_a_run_begins_with_the_warm_up():
 def test_the_schedule_reaches_the_optimizer():
     seen = []
     training = Training(build(small_mlp(), LAYERS, CONFIG, None), uniform(), CONFIG)
-    training.observer = lambda progress: seen.append((training.optimizer.param_groups[0]["lr"], progress.record["lr"]))
+    training.observer = lambda progress: seen.append((training.optimizer.lr, progress.record["lr"]))
     training.run()
     assert all(used == recorded for used, recorded in seen)
     assert seen[0][0] == pytest.approx(CONFIG.optimizer.lr / 2)

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.errors import LayerError
+from rankone.factored import Activation, Factored, FactoredLinear, rows_times
 
 
 class Adapter(ABC):
@@ -31,11 +32,11 @@ class Adapter(ABC):
         """The module's weight as a matrix that maps inputs to outputs."""
 
     @abstractmethod
-    def read(self, module: nn.Module, x: Tensor, V: Float[Tensor, "C d_in"]) -> Float[Tensor, "*lead C"]:
-        """The inner activations V a, for the module's input x."""
+    def read(self, module: nn.Module, x: Activation, V: Float[Tensor, "C d_in"]) -> Float[Tensor, "*lead C"]:
+        """The inner activations V a, for the module's input x. Best stored with C first (`rows_times`), but any layout is right."""
 
     @abstractmethod
-    def write(self, module: nn.Module, z: Float[Tensor, "*lead C"], U: Float[Tensor, "d_out C"]) -> Tensor:
+    def write(self, module: nn.Module, z: Float[Tensor, "*lead C"], U: Float[Tensor, "d_out C"]) -> Activation:
         """The module's output when its subcomponents carry z: U z, plus the original bias."""
 
     def check(self, module: nn.Module) -> str | None:
@@ -87,11 +88,19 @@ class LinearAdapter(Adapter):
     def matrix(self, module: nn.Module) -> Tensor:
         return _weight(module)
 
-    def read(self, module: nn.Module, x: Tensor, V: Tensor) -> Tensor:
-        return F.linear(x, V)
+    def read(self, module: nn.Module, x: Activation, V: Tensor) -> Tensor:
+        return x.read(V) if isinstance(x, Factored) else rows_times(x, V)
 
-    def write(self, module: nn.Module, z: Tensor, U: Tensor) -> Tensor:
-        return F.linear(z, U, _bias(module))
+    def write(self, module: nn.Module, z: Tensor, U: Tensor) -> Activation:
+        return rows_times(z, U, _bias(module))
+
+
+@register_adapter(FactoredLinear)
+class FactoredLinearAdapter(LinearAdapter):
+    """`FactoredLinear`: what the subcomponents carry are the coefficients, their write vectors the directions."""
+
+    def write(self, module: nn.Module, z: Tensor, U: Tensor) -> Activation:
+        return Factored((z, U))
 
 
 @register_adapter("transformers.pytorch_utils.Conv1D")
@@ -115,7 +124,8 @@ class EmbeddingAdapter(Adapter):
     def matrix(self, module: nn.Module) -> Tensor:
         return _weight(module).T
 
-    def read(self, module: nn.Module, x: Tensor, V: Tensor) -> Tensor:
+    def read(self, module: nn.Module, x: Activation, V: Tensor) -> Tensor:
+        assert isinstance(x, Tensor)
         return F.embedding(x, V.T)
 
     def write(self, module: nn.Module, z: Tensor, U: Tensor) -> Tensor:

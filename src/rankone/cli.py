@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from rankone import __version__
@@ -31,9 +31,11 @@ from rankone.errors import ConfigError, RankoneError
 from rankone.experiments import ExperimentConfig, experiment_config, experiment_file, experiment_names
 from rankone.experiments.run import Summary, can_report, evaluate_run, read_config, reopen
 from rankone.experiments.run import run as run_experiment
+from rankone.experiments.seeds import SeedRun, jobs_for, run_seeds
+from rankone.fast import MissingKernels, kernels
+from rankone.progress import RunDisplay, SeedsDisplay, print_seeds
 from rankone.report import write_report
 from rankone.targets import save_target, train_until_good
-from rankone.trackers import Progress as TrainingProgress
 from rankone.train import Interrupted, checkpoints
 
 app = App(
@@ -77,6 +79,8 @@ def run(
     preset: str | None = None,
     out: Path | None = None,
     seed: int | None = None,
+    seeds: int | None = None,
+    jobs: int | None = None,
     steps: int | None = None,
     resume: bool = False,
 ) -> None:
@@ -89,9 +93,13 @@ def run(
     preset
         `default`, or `paper` for the paper's settings to the letter.
     out
-        The run directory; runs/NAME-PRESET-seedN if not given.
+        The run directory; runs/NAME-PRESET-seedN if not given. With --seeds, the directory in which each seed gets its own.
     seed
-        Decides initialisation, data and masks.
+        Decides initialisation, data and masks. With --seeds, the first of them.
+    seeds
+        Run this many seeds, several at a time, and summarise them together.
+    jobs
+        How many seeds at a time; as many as the cores carry if not given.
     steps
         Training steps; fewer than the experiment's own give a quick look, not a result.
     resume
@@ -101,18 +109,27 @@ def run(
     if (directory / "config.yaml").is_file():
         if not resume:
             raise ConfigError(f"{directory} is a run directory. Add --resume to go on with it.")
-        if preset is not None or seed is not None or steps is not None or settings:
+        if any(given is not None for given in (preset, seed, seeds, steps)) or settings:
             raise ConfigError(
-                f"{directory} is resumed with its own settings; leave out --preset, --seed, --steps and overrides."
+                f"{directory} is resumed with its own settings; leave out --preset, --seed, --seeds, --steps and overrides."
             )
         config, out = read_config(directory), out or directory
     else:
         config = experiment_config(experiment, preset=preset, seed=seed, steps=steps, assignments=assignments(settings))
-    out = out or Path("runs") / f"{config.experiment}-{config.preset}-seed{config.seed}"
     if not can_report():
         errors.print(
             "Note: matplotlib or jinja2 is missing, so there will be no figures and no report. pip install 'rankone\\[report]'"
         )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MissingKernels)
+        if config.engine == "fast" and kernels() is None:
+            errors.print("Note: numba is missing, so steps run in plain torch, several times slower. pip install numba")
+    if seeds is not None:
+        _run_seeds(config, out, seeds, jobs, resume)
+        return
+    if jobs is not None:
+        raise ConfigError("--jobs says how many seeds run at a time; it needs --seeds.")
+    out = out or Path("runs") / f"{config.experiment}-{config.preset}-seed{config.seed}"
     console.print(
         f"{config.title or config.experiment}: preset {config.preset}, seed {config.seed}, {config.steps:,} steps, into {out}",
         soft_wrap=True,
@@ -124,7 +141,7 @@ def run(
         )
     go_on = f"Go on with: rankone run {shlex.quote(str(out))} --resume"
     try:
-        with _terminable(), _Display(config.steps) as display:
+        with _terminable(), RunDisplay(console, config.steps) as display:
             summary = run_experiment(config, out, resume=resume, observer=display, say=display.say)
     except Interrupted as stop:
         saved = checkpoints(out)[-1]
@@ -140,6 +157,36 @@ def run(
     console.print(
         f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}", soft_wrap=True
     )
+
+
+def _run_seeds(config: ExperimentConfig, out: Path | None, seeds: int, jobs: int | None, resume: bool) -> None:
+    if seeds < 1:
+        raise ConfigError(f"--seeds is {seeds}; it must be at least 1.")
+    name = f"{config.experiment}-{config.preset}"
+    runs = [
+        SeedRun(config.model_copy(update={"seed": s}), (out / f"seed{s}") if out else Path("runs") / f"{name}-seed{s}")
+        for s in range(config.seed, config.seed + seeds)
+    ]
+    at_a_time = min(seeds, jobs_for(config, jobs))
+    first, last = runs[0].seed, runs[-1].seed
+    console.print(
+        f"{config.title or config.experiment}: preset {config.preset}, seeds {first} to {last}, {config.steps:,} steps, "
+        f"{at_a_time} at a time, into {runs[0].out.parent}",
+        soft_wrap=True,
+    )
+    began = time.monotonic()
+    with SeedsDisplay(console) as display:
+        stopped = run_seeds(runs, jobs=at_a_time, resume=resume, observer=display)
+    print_seeds(console, runs, time.monotonic() - began)
+    done = [one.summary for one in runs if one.summary is not None]
+    path = runs[0].out.parent / f"{name}-seeds{first}-{last}.json"
+    write_json(path, {"seeds": [one.seed for one in runs], "runs": done})
+    console.print(f"Numbers: {path}; each seed's report is in its directory.", soft_wrap=True)
+    if stopped:
+        errors.print("Interrupted; everything is saved. Go on with the same command and --resume.")
+        raise SystemExit(128 + stopped)
+    if len(done) < len(runs):
+        raise SystemExit(1)
 
 
 @config_app.command
@@ -303,53 +350,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class _Display:
-    """Live progress: a bar on a terminal, a line every few seconds elsewhere."""
-
-    SECONDS_BETWEEN_LINES = 10.0
-
-    def __init__(self, steps: int) -> None:
-        # One line that is cut where the terminal ends: what must be seen comes first, the losses last.
-        self._bar = Progress(
-            BarColumn(bar_width=8, table_column=Column(min_width=8)),
-            TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
-            console=console,
-            expand=True,
-        )
-        self._task = self._bar.add_task("", total=steps, line="")
-        self._spoke = -self.SECONDS_BETWEEN_LINES
-
-    def __enter__(self) -> "_Display":
-        if console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def say(self, message: str) -> None:
-        console.print(message)
-
-    def __call__(self, progress: TrainingProgress) -> None:
-        losses, l0 = progress.record["loss"], progress.record["l0"]
-        short = {
-            "faithfulness": "faith",
-            "stochastic_recon": "recon",
-            "stochastic_recon_layerwise": "layer",
-            "importance_minimality": "min",
-        }
-        numbers = "L0 " + "/".join(f"{value:.2f}" for value in l0.values()) + "  "
-        numbers += " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
-        minutes, seconds = divmod(int(progress.seconds_left), 60)
-        pace = f"{progress.ms_per_step:.1f} ms/step, {minutes}:{seconds:02d} left"
-        if console.is_terminal:
-            line = f"{progress.step}/{progress.steps}  {pace}  {numbers}"
-            self._bar.update(self._task, completed=progress.step, line=line)
-        elif time.monotonic() - self._spoke >= self.SECONDS_BETWEEN_LINES or progress.step == progress.steps:
-            self._spoke = time.monotonic()
-            print(f"step {progress.step}/{progress.steps}  {pace}  {numbers}", flush=True)
 
 
 def main(words: list[str] | None = None) -> None:

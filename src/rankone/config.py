@@ -104,6 +104,8 @@ class DecompositionConfig(Settings):
     """The terms of the training loss, by name. What is not listed is not used."""
     importance: ImportanceSettings = ImportanceSettings()
     """The causal importance function."""
+    engine: Literal["fast", "exact"] = "fast"
+    """`fast` interpolates the gates with compiled kernels where they apply (see fast.py); `exact` computes everything in plain torch."""
     init: str = "overlap"
     """Initialisation of U and V: `overlap` (the released code's) or `kaiming`."""
     tied: dict[str, str] = {}

@@ -7,8 +7,10 @@ callable that draws a batch from a generator, or any re-iterable (list, DataLoad
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,11 @@ class WeightedBatch:
 
     inputs: Any
     weights: Float[Tensor, " rows"]
+
+    @cached_property
+    def shares(self) -> Float[Tensor, " rows"]:
+        """The weights, scaled to sum to 1: how much of a mean each row is."""
+        return self.weights / self.weights.sum()
 
     @classmethod
     def merging_zero_rows(cls, x: Float[Tensor, "rows features"]) -> "WeightedBatch":
@@ -61,8 +68,9 @@ def inputs_of(batch: Any) -> Any:
     return batch.inputs if isinstance(batch, WeightedBatch) else batch
 
 
-def weights_of(batch: Batch) -> Tensor | None:
-    return batch.weights if isinstance(batch, WeightedBatch) else None
+def shares_of(batch: Batch) -> Tensor | None:
+    """How much of a mean each row is; None where all rows count alike."""
+    return batch.shares if isinstance(batch, WeightedBatch) else None
 
 
 def call_with(model: Callable[..., Any], batch: Any) -> Any:
@@ -99,22 +107,27 @@ def check_batch(batch: Batch) -> None:
     for where, tensor in _tensors(inputs_of(batch)):
         if tensor.numel() == 0:
             raise BatchError(f"The batch{where} is empty: its shape is {tuple(tensor.shape)}.")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        # A finite sum is quick proof that every term is; a sum that is not may have overflowed.
+        if (
+            tensor.is_floating_point()
+            and not math.isfinite(float(tensor.sum()))
+            and not bool(torch.isfinite(tensor).all())
+        ):
             nan = int(torch.isnan(tensor).sum())
             inf = int(torch.isinf(tensor).sum())
             raise BatchError(
                 f"The batch{where} of shape {tuple(tensor.shape)} holds {nan} NaN and {inf} infinite values; "
                 "every value must be finite. Clean the data before decomposing."
             )
-    weights = weights_of(batch)
-    if weights is None:
+    if not isinstance(batch, WeightedBatch):
         return
+    weights = batch.weights
     for where, tensor in _tensors(inputs_of(batch)):
         if tensor.dim() and tensor.shape[0] != weights.shape[0]:
             raise BatchError(
                 f"The WeightedBatch{where} has {tensor.shape[0]} rows and {weights.shape[0]} weights; every row needs one weight."
             )
-    if not (bool((weights >= 0).all()) and bool(weights.sum() > 0)):
+    if not (float(weights.min()) >= 0 and float(weights.sum()) > 0):
         raise BatchError("The weights of a WeightedBatch must be non-negative numbers with a positive sum.")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankone.data import Data, batches, generator_for, to_device, weights_of
+from rankone.data import Data, batches, seed_for, shares_of, to_device
 from rankone.decomposition import Decomposition
 from rankone.importance import clipped
 from rankone.losses import Divergence, distance, divergence_named, faithfulness
@@ -94,11 +94,11 @@ def evaluate(
         clean = model.clean(batch)
         raw = model.raw_importances(model.inner(clean))
         for source, make in SOURCES.items():
-            generator = generator_for(seed, f"evaluation/{source}", i, model.device)
-            output = model.masked(batch, {name: make(r, generator) for name, r in raw.items()})
-            totals[source] += float(distance(compare, output, clean.output, weights_of(batch))) / n_batches
+            masks = {name: make(r, seed_for(seed, f"evaluation/{source}/{name}", i)) for name, r in raw.items()}
+            output = model.masked(batch, masks)
+            totals[source] += float(distance(compare, output, clean.output, shares_of(batch))) / n_batches
         for name, r in raw.items():
-            counts[name] += l0(clipped(r), weights_of(batch)) / n_batches
+            counts[name] += l0(clipped(r), shares_of(batch)) / n_batches
             important[name] |= (clipped(r).flatten(0, -2) > IMPORTANT).any(0).cpu()
     probed: dict[str, Tensor] = {}
     if probe is not None:

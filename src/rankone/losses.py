@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from rankone.data import Batch, weights_of
+from rankone import fast
+from rankone.data import Batch, seed_for, shares_of
 from rankone.errors import BatchError, ConfigError, near_matches
+from rankone.factored import Activation
+from rankone.fast import Gated, Penalty
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, Masks, source_named
 from rankone.model import CleanPass, DecomposedModel
@@ -48,25 +52,24 @@ def divergence_named(name: str) -> Divergence:
     return DIVERGENCES[name]
 
 
-def mean_over_data(values: Tensor, weights: Tensor | None) -> Float[Tensor, ""]:
-    """The mean over datapoints; rows count by their weight where a batch has weights."""
-    if weights is None:
+def mean_over_data(values: Tensor, shares: Tensor | None) -> Float[Tensor, ""]:
+    """The mean over datapoints; where a batch has weights, `shares` says how much of it each row is."""
+    if shares is None:
         return values.mean()
-    if values.dim() == 0 or values.shape[0] != weights.shape[0]:
+    if values.dim() == 0 or values.shape[0] != shares.shape[0]:
         raise BatchError(
-            f"The batch has {weights.shape[0]} row weights, but a divergence or importance came with shape "
+            f"The batch has {shares.shape[0]} row weights, but a divergence or importance came with shape "
             f"{tuple(values.shape)}: with a WeightedBatch its first dimension must be the rows. "
             "A divergence of your own must return one number per datapoint."
         )
     rows = values.flatten(1).mean(1) if values.dim() > 1 else values
-    weights = weights.to(rows.dtype)
-    return rows @ weights / weights.sum()
+    return rows @ shares.to(rows.dtype)
 
 
-def distance(divergence: Divergence, output: Tensor, target: Tensor, weights: Tensor | None) -> Float[Tensor, ""]:
+def distance(divergence: Divergence, output: Tensor, target: Tensor, shares: Tensor | None) -> Float[Tensor, ""]:
     """How far a masked output is from the target's, averaged over the data; never in less than single precision."""
     wide = torch.promote_types(output.dtype, torch.float32)
-    return mean_over_data(divergence(output.to(wide), target.to(wide)), weights)
+    return mean_over_data(divergence(output.to(wide), target.to(wide)), shares)
 
 
 @dataclass
@@ -77,12 +80,22 @@ class StepContext:
     batch: Batch
     clean: CleanPass
     inner: dict[str, Tensor]
+    """Inner activations of every layer on the clean pass."""
     raw: dict[str, Tensor]
+    """Importances before any squashing."""
     divergence: Divergence
-    generator: torch.Generator
+    seed: int
+    step: int
     progress: float
     """How much of training lies behind this step, from 0 to 1."""
-    _samples: dict[tuple[str, int], Masks] = field(default_factory=dict)
+    exact: bool
+    """Whether everything is computed in plain torch, without the kernels of fast.py."""
+    penalty: Penalty | None
+    """The penalty that the kernels of fast.py computed along with the masks."""
+    _gated: dict[str, Gated]
+    _scaled_target: tuple[Tensor, Tensor] | None = None
+    _masks: dict[tuple[str, int], Masks] = field(default_factory=dict)
+    _written: dict[tuple[str, int, str], Activation] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -90,24 +103,92 @@ class StepContext:
         model: DecomposedModel,
         batch: Batch,
         divergence: Divergence,
-        generator: torch.Generator,
+        *,
+        seed: int = 0,
+        step: int = 0,
         progress: float = 0.0,
+        exact: bool = False,
+        penalty: Penalty | None = None,
     ) -> "StepContext":
         clean = model.clean(batch)
         inner = model.inner(clean)
-        return cls(model, batch, clean, inner, model.raw_importances(inner), divergence, generator, progress)
+        gated: dict[str, Gated] = {}
+        if not exact:
+            for name, layer in model.layers.items():
+                made = fast.gated(
+                    layer.importance, inner[name], mask_key(seed, step, name, 0), penalty, shares_of(batch)
+                )
+                if made is not None:
+                    gated[name] = made
+        raw = {n: gated[n].raw if n in gated else layer.importance(inner[n]) for n, layer in model.layers.items()}
+        return cls(model, batch, clean, inner, raw, divergence, seed, step, progress, exact, penalty, gated)
 
     @property
-    def weights(self) -> Tensor | None:
-        return weights_of(self.batch)
+    def shares(self) -> Tensor | None:
+        return shares_of(self.batch)
 
     def masks(self, source: str, sample: int) -> Masks:
         """The masks of one sample, the same for every loss that asks."""
         key = (source, sample)
-        if key not in self._samples:
+        if key not in self._masks:
             make = source_named(source)
-            self._samples[key] = {name: make(raw, self.generator) for name, raw in self.raw.items()}
-        return self._samples[key]
+            self._masks[key] = {
+                name: self._gated[name].mask
+                if source == "stochastic" and sample == 0 and name in self._gated
+                else make(raw, mask_key(self.seed, self.step, name, sample))
+                for name, raw in self.raw.items()
+            }
+        return self._masks[key]
+
+    def known_penalty(self, name: str, wanted: Penalty) -> Tensor | None:
+        """A layer's mean penalty, if it was computed along with its masks."""
+        return self._gated[name].penalty if name in self._gated and self.penalty == wanted else None
+
+    def distance(self, output: Tensor) -> Float[Tensor, ""]:
+        """How far an output is from the clean one, averaged over the data."""
+        if self.divergence is not mse or output.dtype not in (torch.float32, torch.float64):
+            return distance(self.divergence, output, self.clean.output, self.shares)
+        # The same number in as few operations as there can be: in a small network they are what costs.
+        if self.shares is None:
+            return F.mse_loss(output, self.clean.output)
+        if self._scaled_target is None:
+            mean_over_data(self.clean.output, self.shares)  # raises where rows and weights do not fit
+            per_row = self.clean.output.numel() // self.clean.output.shape[0]
+            scale = (self.shares.to(output.dtype) / per_row).sqrt().reshape(-1, *[1] * (output.dim() - 1))
+            self._scaled_target = scale, scale * self.clean.output
+        scale, target = self._scaled_target
+        return F.mse_loss(scale * output, target, reduction="sum")
+
+    def output(self, source: str, sample: int, routed: Masks) -> Tensor:
+        """The target's output under masks of one sample."""
+        return self.model.masked(self.batch, routed, self._known(source, sample, routed))
+
+    def _known(self, source: str, sample: int, routed: Masks) -> dict[str, Activation]:
+        """Outputs of layers that a masked pass need not compute.
+
+        Up to the first masked layer the pass is the clean one, and that layer's inner activations are the clean ones.
+        """
+        order = list(self.clean.inputs)
+        first = min(order.index(name) for name in routed)
+        known = {name: self.clean.outputs[name] for name in order[:first] if name in self.clean.outputs}
+        known[order[first]] = self._first_output(source, sample, order[first])
+        return known
+
+    def _first_output(self, source: str, sample: int, name: str) -> Activation:
+        key = (source, sample, name)
+        if key in self._written:
+            return self._written[key]
+        gated = self._gated.get(name) if source == "stochastic" and sample == 0 else None
+        carried = gated.carried if gated is not None else self.masks(source, sample)[name] * self.inner[name]
+        written = self.model.layer(name).write(carried)
+        if name in self.clean.outputs:  # unless the target overwrites what this layer returns
+            self._written[key] = written
+        return written
+
+
+def mask_key(seed: int, step: int, layer: str, sample: int) -> int:
+    """The key of the random numbers of one layer's masks in one sample of one step."""
+    return seed_for(seed, f"masks/{layer}/{sample}", step)
 
 
 class Loss(BaseModel, ABC):
@@ -121,6 +202,13 @@ class Loss(BaseModel, ABC):
     @abstractmethod
     def value(self, step: StepContext) -> Float[Tensor, ""]:
         """The term itself, without its coefficient."""
+
+    def penalty(self, progress: float) -> Penalty | None:
+        """The penalty on importances that this loss will ask for after this share of training, if it is of that kind.
+
+        Only for speed: one that is announced is computed along with the masks.
+        """
+        return None
 
 
 LOSSES: dict[str, type[Loss]] = {}
@@ -162,10 +250,14 @@ def faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:
     """Squared error of the summed subcomponents, over all decomposed matrices, per parameter in them."""
     total = torch.zeros((), device=model.device)
     parameters = 0
-    for layer in model.layers.values():
-        W = layer.matrix()
-        total = total + (W - layer.subcomponents.weight()).square().sum()
-        parameters += W.numel()
+    errors: dict[str, Tensor] = {}
+    for name in model.layers:
+        source = model.tied.get(name, name)  # equal or transposed, a tied layer's error is its source's
+        if source not in errors:
+            layer = model.layers[source]
+            errors[source] = F.mse_loss(layer.subcomponents.weight(), layer.matrix(), reduction="sum")
+        total = total + errors[source]
+        parameters += model.layers[source].n_weights
     return total / parameters
 
 
@@ -191,16 +283,11 @@ class Reconstruction(Loss):
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
         terms = [
-            distance(step.divergence, self._output(step, routed), step.clean.output, step.weights)
+            step.distance(step.output(self.mask, sample, routed))
             for sample in range(self.samples)
             for routed in ROUTINGS[self.routing](step.masks(self.mask, sample))
         ]
-        return torch.stack(terms).mean()
-
-    def _output(self, step: StepContext, routed: Masks) -> Tensor:
-        # With one layer masked, that layer still receives its clean input: its inner activations are known.
-        known = step.inner if len(routed) == 1 else None
-        return step.model.masked(step.batch, routed, known)
+        return terms[0] if len(terms) == 1 else torch.stack(terms).mean()
 
 
 @register_loss("stochastic_recon")
@@ -247,11 +334,16 @@ class ImportanceMinimality(Loss):
         return self
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
+        wanted = self.penalty(step.progress)
         total = torch.zeros((), device=step.model.device)
-        p = self.exponent(step.progress)
-        for raw in step.raw.values():
-            total = total + mean_over_data(self._penalty(upper_leaky(raw), p).sum(-1), step.weights)
+        for name, raw in step.raw.items():
+            known = step.known_penalty(name, wanted)
+            total = total + (mean_over_data(self._penalized(raw, wanted), step.shares) if known is None else known)
         return total
+
+    def penalty(self, progress: float) -> Penalty:
+        p = self.exponent(progress)
+        return Penalty(p, self.eps if p < 1 else 0.0)
 
     def exponent(self, progress: float) -> float:
         """The exponent after this share of training."""
@@ -259,9 +351,9 @@ class ImportanceMinimality(Loss):
             return self.p
         return self.p + (self.p_start - self.p) * max(0.0, 1 - progress / self.anneal)
 
-    def _penalty(self, g: Tensor, p: float) -> Tensor:
-        if p == 1:
-            return g
-        if p == 2:
-            return g.square()
-        return (g + self.eps).pow(p) if p < 1 else g.pow(p)
+    @staticmethod
+    def _penalized(raw: Tensor, penalty: Penalty) -> Tensor:
+        g = upper_leaky(raw)
+        if penalty.p == 1:
+            return g.sum(-1)
+        return (g.square() if penalty.p == 2 else (g + penalty.eps).pow(penalty.p)).sum(-1)

@@ -17,32 +17,56 @@ from rankone.importance import clipped, lower_leaky
 Masks = dict[str, Tensor]
 """Layer name -> mask `[*lead, C]`. A layer without an entry runs as the original."""
 
-MaskSource = Callable[[Tensor, torch.Generator], Tensor]
+MaskSource = Callable[[Tensor, int], Tensor]
+"""(raw importances, key of its random numbers) -> mask."""
 
 
-def stochastic(raw: Float[Tensor, "*s"], generator: torch.Generator) -> Float[Tensor, "*s"]:
+def uniform(key: int, like: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
+    """Random numbers in [0, 1) of the shape and type of `like`: a function of the key and the place alone.
+
+    Each number is a hash of its counter, so it is the same on every device and in the compiled kernels, which draw theirs
+    on the fly. Counters run along the datapoints first, as the kernels do.
+    """
+    C = like.shape[-1]
+    counter = torch.arange(like.numel(), device=like.device).reshape(C, -1).T.reshape(like.shape)
+    mixed = _mix((_mix(counter ^ (key & _32)) + (key >> 32)) & _32)
+    return (mixed >> 8).to(like.dtype) * 2.0**-24
+
+
+_32 = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A well-mixed 32-bit number from another (the finaliser known as lowbias32), in 64-bit integers."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _32
+    return x ^ (x >> 16)
+
+
+def stochastic(raw: Float[Tensor, "*s"], key: int) -> Float[Tensor, "*s"]:
     """m = g + (1 - g) r with r ~ U(0, 1), drawn anew for every datapoint and subcomponent."""
     g = lower_leaky(raw)
-    r = torch.rand(raw.shape, generator=generator, dtype=raw.dtype, device=raw.device)
-    return torch.lerp(r, torch.ones((), dtype=raw.dtype, device=raw.device), g)
+    return torch.lerp(uniform(key, raw), torch.ones((), dtype=raw.dtype, device=raw.device), g)
 
 
-def ones(raw: Float[Tensor, "*s"], generator: torch.Generator) -> Float[Tensor, "*s"]:
+def ones(raw: Float[Tensor, "*s"], key: int) -> Float[Tensor, "*s"]:
     """Keep everything: the sum of all subcomponents in place of the matrix."""
     return torch.ones_like(raw)
 
 
-def importance(raw: Float[Tensor, "*s"], generator: torch.Generator) -> Float[Tensor, "*s"]:
+def importance(raw: Float[Tensor, "*s"], key: int) -> Float[Tensor, "*s"]:
     """The importances themselves: ablate everything as far as it is said to be ablatable."""
     return clipped(raw)
 
 
-def rounded(raw: Float[Tensor, "*s"], generator: torch.Generator) -> Float[Tensor, "*s"]:
+def rounded(raw: Float[Tensor, "*s"], key: int) -> Float[Tensor, "*s"]:
     """Importances rounded to 0 or 1: keep the important subcomponents, drop the others."""
     return clipped(raw).round()
 
 
-def zero(raw: Float[Tensor, "*s"], generator: torch.Generator) -> Float[Tensor, "*s"]:
+def zero(raw: Float[Tensor, "*s"], key: int) -> Float[Tensor, "*s"]:
     """Drop everything: what the network does with only its biases and undecomposed parts."""
     return torch.zeros_like(raw)
 

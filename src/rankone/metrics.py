@@ -4,6 +4,7 @@ The recovery checks compare importances on one-hot probes with the pattern a kno
 subcomponents with the columns of the target's matrix (equations 9 and 10 of the paper).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,7 +90,15 @@ def mmcs_ml2r(
     return float(best.mean()), float(ratio.mean())
 
 
-def l0(importances: Float[Tensor, "*lead C"], weights: Tensor | None = None) -> float:
+def l0(importances: Float[Tensor, "*lead C"], shares: Tensor | None = None) -> float:
     """The mean number of important subcomponents per datapoint."""
     count = (importances > IMPORTANT).sum(-1).to(torch.float64)
-    return float(mean_over_data(count, weights))
+    return float(mean_over_data(count, shares))
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """The Wilson score interval of a share: what its true value may be after so few trials (95 % for z = 1.96)."""
+    share = successes / trials
+    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -6,7 +6,7 @@ rather than hooking it means that a replaced layer costs nothing, and that the u
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from rankone.adapters import Adapter, adapter_for
 from rankone.components import Subcomponents, TiedSubcomponents, make_subcomponents
 from rankone.data import Batch, call_with, check_batch, generator_for
 from rankone.errors import LayerError, TargetError, near_matches
+from rankone.factored import Activation, dense
 from rankone.importance import ImportanceFunction, Option, clipped, make_importance
 from rankone.masks import Masks
 from rankone.surgery import (
@@ -34,10 +35,15 @@ from rankone.surgery import (
 
 @dataclass(frozen=True)
 class CleanPass:
-    """What the untouched target did on a batch: its output, and the input that each decomposed layer received."""
+    """What the untouched target did on a batch: its output, and what each decomposed layer received and returned.
+
+    Layers stand in the order in which the target calls them.
+    """
 
     output: Tensor
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Activation]
+    outputs: dict[str, Activation]
+    """Without the layers whose output the target goes on to overwrite."""
 
 
 class DecomposedLayer(nn.Module):
@@ -59,6 +65,7 @@ class DecomposedLayer(nn.Module):
         self.subcomponents = subcomponents
         self.importance = importance
         self.weight_dtype = adapter.matrix(module).dtype
+        self.n_weights = adapter.matrix(module).numel()
         # Not registered: the target's parameters are never ours to train, move or save.
         object.__setattr__(self, "module", module)
 
@@ -72,22 +79,22 @@ class DecomposedLayer(nn.Module):
 
     # Factors are kept in at least single precision; a half-precision target sees them in its own.
 
-    def read(self, x: Tensor) -> Float[Tensor, "*lead C"]:
+    def read(self, x: Activation) -> Float[Tensor, "*lead C"]:
         V = self.subcomponents.V
         return self.adapter.read(self.module, x, V.to(self.weight_dtype)).to(V.dtype)
 
-    def write(self, z: Float[Tensor, "*lead C"]) -> Tensor:
+    def write(self, z: Float[Tensor, "*lead C"]) -> Activation:
         dtype = self.weight_dtype
         return self.adapter.write(self.module, z.to(dtype), self.subcomponents.U.to(dtype))
 
-    def verify(self, x: Tensor, output: Tensor) -> None:
+    def verify(self, x: Activation, output: Activation) -> None:
         """Raise unless this layer is its matrix and bias and nothing else: its real output must be what the adapter makes."""
         W = self.adapter.matrix(self.module).detach()
         few_outputs = W.shape[0] <= W.shape[1]
         identity = torch.eye(min(W.shape), dtype=W.dtype, device=W.device)
         U, V = (identity, W) if few_outputs else (W, identity)
         made = self.adapter.write(self.module, self.adapter.read(self.module, x, V), U)
-        if not same(made, output):
+        if not same(dense(made), dense(output)):
             raise LayerError(
                 f"Layer {self.name!r} ({type(self.module).__name__}) does not just multiply by its matrix and add its bias: "
                 "its output is something else. A subclass or a patched forward may do more. Leave it out, or register an "
@@ -165,6 +172,7 @@ class DecomposedModel(nn.Module):
         self.tied = tied
         self._verified_in_mode: bool | None = None
         self._overwritten_inputs: set[str] = set()
+        self._overwritten_outputs: set[str] = set()
 
     @staticmethod
     def _layer(
@@ -216,10 +224,10 @@ class DecomposedModel(nn.Module):
             self._verified_in_mode = self.target.training
         return self._observe(batch)
 
-    def _observe(self, batch: Batch, outputs: dict[str, Tensor] | None = None) -> CleanPass:
-        """A clean pass; the decomposed layers' own outputs go into `outputs` where it is given."""
-        inputs: dict[str, Tensor] = {}
-        versions: dict[str, int] = {}
+    def _observe(self, batch: Batch, *, copy_outputs: bool = False) -> CleanPass:
+        inputs: dict[str, Activation] = {}
+        outputs: dict[str, Activation] = {}
+        versions: dict[str, tuple[int, int]] = {}
 
         def recorder(layer: DecomposedLayer) -> Callable[..., Any]:
             original = layer.module.forward
@@ -227,29 +235,31 @@ class DecomposedModel(nn.Module):
             def forward(*args: Any, **kwargs: Any) -> Any:
                 x = only_input(layer.name, args, kwargs)
                 inputs[layer.name] = x.clone() if layer.name in self._overwritten_inputs else x
-                versions[layer.name] = inputs[layer.name]._version
+                before = inputs[layer.name]._version
                 output = original(*args, **kwargs)
-                if outputs is not None:  # a copy, since an activation that follows may work in place
-                    outputs[layer.name] = output.clone()
+                outputs[layer.name] = output.clone() if copy_outputs else output
+                versions[layer.name] = before, outputs[layer.name]._version
                 return output
 
             return forward
 
         recorders = {name: recorder(layer) for name, layer in self.layers.items()}
         result = self._run(lambda: call_with(self.target, batch), recorders)
-        overwritten = {name for name, x in inputs.items() if x._version != versions[name]}
+        # An activation that works in place, or `x += ...`, changes what a layer returned: such an output is not kept.
+        self._overwritten_outputs |= {name for name, y in outputs.items() if y._version != versions[name][1]}
+        overwritten = {name for name, x in inputs.items() if x._version != versions[name][0]}
         if overwritten:
             # The target changed a layer's input in place after the layer had used it: keep copies from now on.
             self._overwritten_inputs |= overwritten
-            return self._observe(batch, outputs)
-        return CleanPass(pick_output(result, self.output).detach(), inputs)
+            return self._observe(batch, copy_outputs=copy_outputs)
+        kept = {name: y for name, y in outputs.items() if copy_outputs or name not in self._overwritten_outputs}
+        return CleanPass(pick_output(result, self.output).detach(), inputs, kept)
 
     def _verify(self, batch: Batch) -> None:
         """What must hold for a decomposition to mean anything: passes repeat, and layers are what their adapters say."""
         refuse_training_mode(self.target)
-        outputs: dict[str, Tensor] = {}
         with unchanged(self.target):
-            seen = self._observe(batch, outputs)
+            seen = self._observe(batch, copy_outputs=True)
             again = self._observe(batch)
         if not same(seen.output, again.output):
             raise TargetError(
@@ -257,7 +267,7 @@ class DecomposedModel(nn.Module):
                 "Call model.eval() before decomposing, and switch off whatever else is random in it."
             )
         for name, layer in self.layers.items():
-            layer.verify(seen.inputs[name], outputs[name])
+            layer.verify(seen.inputs[name], seen.outputs[name])
 
     def inner(self, clean: CleanPass) -> dict[str, Tensor]:
         """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
@@ -273,23 +283,19 @@ class DecomposedModel(nn.Module):
         raw = self.raw_importances(self.inner(self.clean(batch)))
         return {name: clipped(r) for name, r in raw.items()}
 
-    def masked(self, batch: Batch, masks: Masks, inner: Mapping[str, Tensor] | None = None) -> Tensor:
+    def masked(self, batch: Batch, masks: Masks, known: Mapping[str, Activation] | None = None) -> Tensor:
         """The target's output when the layers in `masks` are their masked subcomponents, the others original.
 
-        `inner` gives inner activations that are already known, for layers whose input is the clean one.
+        `known` gives outputs of layers that need not be computed again, as `StepContext` knows them.
         """
-        return pick_output(self.under(masks, lambda: call_with(self.target, batch), inner), self.output)
+        return pick_output(self.under(masks, lambda: call_with(self.target, batch), known), self.output)
 
-    def under(self, masks: Masks, run: Callable[[], Any], inner: Mapping[str, Tensor] | None = None) -> Any:
+    def under(self, masks: Masks, run: Callable[[], Any], known: Mapping[str, Activation] | None = None) -> Any:
         """Whatever `run()` returns while the target's layers in `masks` are their masked subcomponents."""
-        known = inner or {}
 
-        def replacement(layer: DecomposedLayer, mask: Tensor) -> Callable[..., Tensor]:
-            def forward(*args: Any, **kwargs: Any) -> Tensor:
-                h = known.get(layer.name)
-                if h is None:
-                    h = layer.read(only_input(layer.name, args, kwargs))
-                return layer.write(h * mask)
+        def replacement(layer: DecomposedLayer, mask: Tensor) -> Callable[..., Activation]:
+            def forward(*args: Any, **kwargs: Any) -> Activation:
+                return layer.write(layer.read(only_input(layer.name, args, kwargs)) * mask)
 
             return forward
 
@@ -299,7 +305,9 @@ class DecomposedModel(nn.Module):
                     f"The mask for layer {name!r} has {mask.shape[-1]} entries in its last dimension, but the layer "
                     f"has C = {self.layer(name).C} subcomponents."
                 )
-        return self._run(run, {name: replacement(self.layer(name), mask) for name, mask in masks.items()})
+        forwards: dict[str, Callable[..., Any]] = {n: replacement(self.layer(n), mask) for n, mask in masks.items()}
+        forwards |= {name: (lambda *args, output=output, **kwargs: output) for name, output in (known or {}).items()}
+        return self._run(run, forwards)
 
     def forward(self, batch: Batch) -> Tensor:
         """The target with every decomposed matrix replaced by the sum of its subcomponents."""
@@ -308,18 +316,24 @@ class DecomposedModel(nn.Module):
 
     def _run(self, run: Callable[[], Any], forwards: Mapping[str, Callable[..., Any]]) -> Any:
         """`run()` with these forwards in place; each must be called exactly once."""
-        calls: Counter[str] = Counter()
+        calls: list[str] = []
 
         def counted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                calls[name] += 1
+                calls.append(name)
                 return forward(*args, **kwargs)
 
             return call
 
         with overridden({self.layers[name].module: counted(name, f) for name, f in forwards.items()}):
             result = run()
-        for name in forwards:
+        if len(calls) != len(forwards) or set(calls) != set(forwards):
+            self._explain_calls(Counter(calls), forwards)
+        return result
+
+    @staticmethod
+    def _explain_calls(calls: Counter[str], expected: Iterable[str]) -> None:
+        for name in expected:
             if calls[name] == 0:
                 raise LayerError(
                     f"Layer {name!r} was chosen, but the target's forward pass never calls it on this input (its weight "
@@ -330,7 +344,6 @@ class DecomposedModel(nn.Module):
                     f"Layer {name!r} is called {calls[name]} times in one forward pass; rankone decomposes layers that are "
                     "called once. Give each use a module of its own (they may share the weight: see `tied`), or leave it out."
                 )
-        return result
 
 
 def _check_tied_names(tied: Mapping[str, str], chosen: Mapping[str, int]) -> None:

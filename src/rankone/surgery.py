@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankone.errors import LayerError, TargetError, near_matches
+from rankone.factored import Activation, Factored, dense
 
 OutputGetter = Callable[[Any], Tensor] | str | int | None
 """How to get the tensor to compare: a function, an attribute or key, an index, or None for the result itself."""
@@ -57,26 +58,42 @@ def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, i
     return {name: patterns[found[name]] for name in modules if name in found}
 
 
-@contextmanager
-def overridden(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+class overridden:  # noqa: N801  (a context manager; as a class it costs half as much, and a step enters several)
     """Override `forward` on these module instances, and put everything back on the way out.
 
     torch's fused attention path reads weights without calling the layers that own them; it is off meanwhile.
     """
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    fused = torch.backends.mha.get_fastpath_enabled()
-    try:
+
+    def __init__(self, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
+        self.forwards = forwards
+
+    def __enter__(self) -> None:
+        self.before = [(module, module.__dict__.get("forward")) for module in self.forwards]
+        self.fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        for module, forward in forwards.items():
+        for module, forward in self.forwards.items():
             module.__dict__["forward"] = forward
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for module, original in before.items():
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.mha.set_fastpath_enabled(self.fused)
+        for module, original in self.before:
             if original is None:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = original
+
+
+@contextmanager
+def frozen(target: nn.Module) -> Iterator[None]:
+    """Nothing of the target is trained meanwhile: no gradient is prepared for it, and products of its weights can be kept."""
+    thawed = [p for p in target.parameters() if p.requires_grad]
+    for p in thawed:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in thawed:
+            p.requires_grad_(True)
 
 
 def pick_output(result: Any, getter: OutputGetter) -> Tensor:
@@ -100,6 +117,7 @@ def pick_output(result: Any, getter: OutputGetter) -> Tensor:
                 f"{near_matches(getter, map(str, names))}"
             )
         picked = result[getter] if in_mapping else getattr(result, getter)
+    picked = dense(picked)
     if not isinstance(picked, Tensor):
         how = "returns" if getter is None else f"with output={getter!r} gives"
         raise TargetError(
@@ -136,9 +154,9 @@ def unchanged(target: nn.Module) -> Iterator[None]:
         )
 
 
-def only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activation:
     given = [*args, *kwargs.values()]
-    if len(given) != 1 or not isinstance(given[0], Tensor):
+    if len(given) != 1 or not isinstance(given[0], Tensor | Factored):
         kinds = ", ".join(type(g).__name__ for g in given) or "nothing"
         raise LayerError(f"Layer {name!r} is called with ({kinds}); rankone decomposes layers that take one tensor.")
     return given[0]

@@ -111,10 +111,7 @@ def _prepare(config: ExperimentConfig, out: Path, resume: bool) -> Summary | Non
         write_atomic(out / "config.yaml", to_yaml(config))
         return None
     if not resume:
-        state = "is complete" if (out / "summary.json").exists() else f"has reached {checkpoints(out)[-1].stem}"
-        raise CheckpointError(
-            f"{out} already holds a run, which {state}. Add --resume to finish it, or choose another directory with --out."
-        )
+        refuse_existing(out)
     differing = differences(read_config(out).model_dump(mode="json"), config.model_dump(mode="json"))
     if differing:
         raise CheckpointError(
@@ -122,6 +119,16 @@ def _prepare(config: ExperimentConfig, out: Path, resume: bool) -> Summary | Non
             f"Finish it with its own settings (rankone run {out} --resume), or choose another directory with --out."
         )
     return read_json(out / "summary.json") if (out / "summary.json").exists() else None
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise if a directory holds a run that has come anywhere."""
+    if not checkpoints(out) and not (out / "summary.json").exists():
+        return
+    state = "is complete" if (out / "summary.json").exists() else f"has reached {checkpoints(out)[-1].stem}"
+    raise CheckpointError(
+        f"{out} already holds a run, which {state}. Add --resume to finish it, or choose another directory with --out."
+    )
 
 
 def _summary(config: ExperimentConfig, result: Decomposition, evaluation: Evaluation) -> Summary:

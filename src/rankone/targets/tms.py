@@ -7,8 +7,9 @@ identity matrices between W and Wᵀ (section 3.2).
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -72,12 +73,40 @@ class SparseFeatures:
     high: float = 1.0
 
     def dense(self, generator: torch.Generator) -> Float[Tensor, "batch features"]:
+        """A whole batch, entry by entry."""
         on = torch.rand(self.batch_size, self.n_features, generator=generator) < self.probability
         values = torch.rand(self.batch_size, self.n_features, generator=generator)
         return on * (self.low + (self.high - self.low) * values)
 
     def __call__(self, generator: torch.Generator) -> WeightedBatch:
-        return WeightedBatch.merging_zero_rows(self.dense(generator))
+        """A batch with its rows of zeros merged. Only what is on is drawn: the gaps between entries that are on are geometric."""
+        places = self._places(generator)
+        values = torch.rand(len(places), generator=generator).numpy()
+        row, feature = np.divmod(places, self.n_features)
+        begins = np.diff(row, prepend=-1) > 0
+        on = int(begins.sum())
+        zeros = self.batch_size - on
+        kept = np.zeros((on + bool(zeros), self.n_features), np.float32)
+        kept[np.cumsum(begins) - 1, feature] = self.low + (self.high - self.low) * values
+        weights = np.ones(len(kept), np.float32)
+        if zeros:
+            weights[-1] = zeros
+        return WeightedBatch(torch.from_numpy(kept), torch.from_numpy(weights))
+
+    def _places(self, generator: torch.Generator) -> Any:
+        """Which entries of the batch are on, counted row by row, in order."""
+        entries = self.batch_size * self.n_features
+        if self.probability == 1:
+            return np.arange(entries)
+        expected = entries * self.probability
+        at_once = int(expected + 6 * math.sqrt(expected) + 10)
+        found = [np.array([-1])]
+        while found[-1][-1] < entries:
+            u = torch.rand(at_once, generator=generator, dtype=torch.float64).numpy()
+            gaps = 1 + (np.log1p(-u) / math.log1p(-self.probability)).astype(np.int64)
+            found.append(found[-1][-1] + np.cumsum(gaps))
+        places = np.concatenate(found[1:])
+        return places[: np.searchsorted(places, entries)]
 
 
 class TMSTraining(Settings):

@@ -1,0 +1,144 @@
+"""Several seeds of one run, as many at a time as the cores carry, each in a process and a directory of its own.
+
+Each seed's result is, to the bit, that of `rankone run --seed N`: nothing is shared between them. Processes are used rather than
+a batched dimension because a run with one thread keeps its core busy, and because a seed that fails or is killed then
+takes no other with it.
+"""
+
+import multiprocessing
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from rankone.errors import ConfigError, RankoneError
+from rankone.experiments import ExperimentConfig
+from rankone.experiments.run import Summary, refuse_existing, run
+from rankone.trackers import Progress
+from rankone.train import Interrupted
+
+
+@dataclass
+class SeedRun:
+    """One seed: what it is to do, and what came of it."""
+
+    config: ExperimentConfig
+    out: Path
+    state: str = "waiting"
+    """waiting, running, done, failed or interrupted."""
+    progress: Progress | None = None
+    summary: Summary | None = None
+    message: str = ""
+    """Why it failed."""
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def jobs_for(config: ExperimentConfig, jobs: int | None) -> int:
+    """How many runs at a time: what was asked for, or as many as the cores carry with this many threads each."""
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"--jobs is {jobs}; it must be at least 1.")
+    return jobs or max(1, cores() // config.threads)
+
+
+def run_seeds(
+    runs: Sequence[SeedRun], *, jobs: int, resume: bool = False, observer: Callable[[Sequence[SeedRun]], None]
+) -> int:
+    """Do all runs, `jobs` at a time; their states are kept in them, and `observer` sees them a few times a second.
+
+    Returns 0, or the signal that stopped everything; whatever ran has then saved its state.
+    """
+    if not resume:
+        for one in runs:
+            refuse_existing(one.out)
+    spawn = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads, which do not survive it
+    reports: Any = spawn.Queue()
+    waiting = list(runs)
+    working: dict[int, BaseProcess] = {}
+    by_seed = {one.seed: one for one in runs}
+    stopped = 0
+
+    def stop(signum: int, frame: Any) -> None:
+        nonlocal stopped
+        stopped = signum
+        for process in working.values():
+            if process.pid is not None and process.is_alive() and signum == signal.SIGTERM:
+                os.kill(
+                    process.pid, signum
+                )  # Ctrl-C reaches the children by itself: a terminal signals its whole group
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while (waiting and not stopped) or working:
+            while waiting and not stopped and len(working) < jobs:
+                one = waiting.pop(0)
+                one.state = "running"
+                process = spawn.Process(target=_work, args=(one.config, one.out, resume, reports))
+                process.start()
+                working[one.seed] = process
+            _listen(reports, by_seed)
+            for seed, process in list(working.items()):
+                if process.is_alive():
+                    continue
+                process.join()
+                _listen(reports, by_seed)
+                del working[seed]
+                if by_seed[seed].state == "running":  # it ended without a word
+                    by_seed[seed].state = "interrupted" if stopped else "failed"
+                    by_seed[seed].message = f"its process ended with exit code {process.exitcode}"
+            observer(runs)
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+        for process in working.values():
+            process.terminate()
+            process.join()
+    return stopped
+
+
+def _listen(reports: Any, by_seed: dict[int, SeedRun]) -> None:
+    """Take in what the processes have said, waiting a little for the first word."""
+    wait = 0.2
+    while True:
+        try:
+            seed, kind, content = reports.get(timeout=wait)
+        except queue.Empty:
+            return
+        wait = 0.0
+        one = by_seed[seed]
+        if kind == "progress":
+            one.progress = content
+        elif kind == "done":
+            one.state, one.summary = "done", content
+        else:
+            one.state, one.message = kind, content
+
+
+def _work(config: ExperimentConfig, out: Path, resume: bool, reports: Any) -> None:
+    """One seed, in its own process."""
+    last = 0.0
+
+    def observer(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.5 or progress.step == progress.steps:
+            last = time.monotonic()
+            reports.put((config.seed, "progress", progress))
+
+    try:
+        reports.put((config.seed, "done", run(config, out, resume=resume, observer=observer)))
+    except (Interrupted, KeyboardInterrupt) as stop:
+        reports.put((config.seed, "interrupted", str(stop)))
+    except (RankoneError, OSError) as error:
+        reports.put((config.seed, "failed", str(error)))

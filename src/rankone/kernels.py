@@ -1,0 +1,298 @@
+"""The inner loops of a training step on the CPU, compiled by numba when it is installed.
+
+A gate is a function of one number. Instead of running its `d_gate` neurons on every datapoint, a kernel runs them at a few
+nodes that span this batch's inner activations, with value and slope, and joins the nodes by cubics (Hermite interpolation).
+There are as many nodes as the steepest neuron needs: the error is bounded, not the work.
+Gradients are those of the interpolant, so they flow through the nodes into the gate's parameters; every datapoint then costs a
+table look-up, whatever d_gate is. Gate, leaky hard sigmoid, random number, mask and masked inner activation are made in one
+walk over memory, one subcomponent at a time, so that a subcomponent's table and its column stay in the first-level cache.
+
+Each subcomponent is handled by one thread from start to end: results do not depend on the number of threads.
+Nothing here knows torch; fast.py is the bridge. See LOG.md for what was measured.
+"""
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+# Sums may be reordered and products contracted, which vector instructions need; NaN and infinity keep their meaning.
+_FAST = {"reassoc", "contract", "arcp", "nsz"}
+
+f4 = np.float32
+u4 = np.uint32
+LEAK = f4(0.01)
+
+WIDEST_STEP = f4(0.2)
+"""How far a gate's steepest neuron may move between two nodes. The error of the gradients falls with its third power."""
+FEWEST_INTERVALS = 8
+MOST_INTERVALS = 256
+"""Beyond this many intervals the step grows instead: only where inner activations times input weights span more than 51."""
+
+
+def _cached(**options: Any) -> Any:
+    """`njit` that keeps compiled code on disk where there is a place for it."""
+
+    def decorate(function: Any) -> Any:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # neither the package nor the user's cache directory can be written
+            return njit(**options)(function)
+
+    return decorate
+
+
+_inline = _cached(inline="always", fastmath=_FAST)
+_kernel = _cached(parallel=True, fastmath=_FAST)
+
+
+@_inline
+def _normal(a: Any) -> Any:
+    """The normal distribution function and density at `a`, to 2e-7: one exponential serves both.
+
+    The exponential is Cephes' polynomial after a reduction by powers of 2, the tail is 7.1.26 of Abramowitz and Stegun.
+    Both are written out because a call into a mathematics library would keep the loop from being vectorised.
+    """
+    y = max(f4(-0.5) * a * a, f4(-87.0))
+    n = np.floor(y * f4(1.44269504) + f4(0.5))
+    r = y - n * f4(0.693359375) + n * f4(2.12194440e-4)
+    e = f4(1.9875691500e-4)
+    e = e * r + f4(1.3981999507e-3)
+    e = e * r + f4(8.3334519073e-3)
+    e = e * r + f4(4.1665795894e-2)
+    e = e * r + f4(1.6666665459e-1)
+    e = e * r + f4(5.0000001201e-1)
+    e = e * r * r + r + f4(1.0)
+    power = (np.int32(n) + np.int32(127)) << np.int32(23)
+    e = e * np.int32(power).view(np.float32)
+    t = f4(1.0) / (f4(1.0) + f4(0.3275911 / math.sqrt(2)) * abs(a))
+    q = f4(1.061405429)
+    q = q * t + f4(-1.453152027)
+    q = q * t + f4(1.421413741)
+    q = q * t + f4(-0.284496736)
+    q = q * t + f4(0.254829592)
+    tail = f4(0.5) * q * t * e
+    return (tail if a < f4(0.0) else f4(1.0) - tail), e * f4(1 / math.sqrt(2 * math.pi))
+
+
+@_inline
+def _mix(x: Any) -> Any:
+    """A well-mixed 32-bit number from another (the finaliser known as lowbias32).
+
+    numba computes with 64 bits, so every result is cut to 32; the compiler turns that into 32-bit arithmetic.
+    """
+    x = u4(x ^ (x >> u4(16)))
+    x = u4(x * u4(0x7FEB352D))
+    x = u4(x ^ (x >> u4(15)))
+    x = u4(x * u4(0x846CA68B))
+    return u4(x ^ (x >> u4(16)))
+
+
+@_inline
+def _uniform(counter: Any, key0: Any, key1: Any) -> Any:
+    """Number `counter` of the stream (key0, key1), in [0, 1): the same as `masks.uniform` gives."""
+    return f4(np.int32(_mix(u4(_mix(u4(counter ^ key0)) + key1)) >> u4(8))) * f4(2.0**-24)
+
+
+@_inline
+def _interval(t: Any, last: Any) -> Any:
+    """The interval that position `t` (in units of intervals) falls into; safe for any t, NaN included."""
+    return np.uint64(min(max(np.int32(t), np.int32(0)), last))
+
+
+@_inline
+def _squashed(x: Any) -> Any:
+    """The upper-leaky hard sigmoid."""
+    x = max(x, f4(0.0))
+    return x if x <= f4(1.0) else f4(1.0) + LEAK * (x - f4(1.0))
+
+
+@_inline
+def _squashed_slope(x: Any) -> Any:
+    return f4(0.0) if x <= f4(0.0) else (f4(1.0) if x <= f4(1.0) else LEAK)
+
+
+@_kernel
+def gate_forward(
+    h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any,
+    raw: Any, mask: Any, carried: Any, penalty: Any, low: Any, width: Any, nodes: Any, cubic: Any,
+) -> None:  # fmt: skip
+    """Raw importances, stochastic masks and masked inner activations, all `[C, rows]`, from inner activations h.
+
+    `penalty[c]` becomes the sum over rows of shares * (upper_leaky(raw) + eps)^p. Also fills in what the way back needs:
+    where each subcomponent's nodes begin (`low`), how far apart they are (`width`), how many there are (`nodes`),
+    and the cubic on each interval (`cubic`, `[C, MOST_INTERVALS, 4]`, constant term first).
+    """
+    C, rows = h.shape
+    d_gate = w_in.shape[1]
+    for c in prange(C):
+        smallest = h[c, 0]
+        largest = h[c, 0]
+        for r in range(rows):
+            smallest = min(smallest, h[c, r])
+            largest = max(largest, h[c, r])
+        steepest = f4(0.0)
+        for d in range(d_gate):
+            steepest = max(steepest, abs(w_in[c, d]))
+        wanted = (largest - smallest) * steepest / WIDEST_STEP
+        intervals = np.int32(min(max(wanted, f4(FEWEST_INTERVALS)), f4(MOST_INTERVALS - 1))) + np.int32(1)
+        last = np.int32(intervals - 1)
+        dx = max(largest - smallest, f4(1e-12)) / f4(intervals)
+        low[c] = smallest
+        width[c] = dx
+        nodes[c] = intervals + 1
+        value = np.full(intervals + 1, b_out[c], np.float32)
+        slope = np.zeros(intervals + 1, np.float32)
+        for d in range(d_gate):
+            step = w_in[c, d] * dx
+            start = w_in[c, d] * smallest + b_in[c, d]
+            out = w_out[c, d]
+            for k in range(intervals + 1):
+                a = step * f4(k) + start
+                P, density = _normal(a)
+                value[k] += out * a * P
+                slope[k] += out * step * (P + a * density)
+        table = cubic[c]
+        for k in range(intervals):
+            rise = value[k + 1] - value[k]
+            table[k, 0] = value[k]
+            table[k, 1] = slope[k]
+            table[k, 2] = f4(3.0) * rise - f4(2.0) * slope[k] - slope[k + 1]
+            table[k, 3] = slope[k] + slope[k + 1] - f4(2.0) * rise
+        per_unit = f4(1.0) / dx
+        for r in range(rows):
+            t = (h[c, r] - smallest) * per_unit
+            i = _interval(t, last)
+            t -= f4(np.int32(i))
+            raw[c, r] = ((table[i, 3] * t + table[i, 2]) * t + table[i, 1]) * t + table[i, 0]
+        first = u4(c * rows)
+        for r in range(rows):
+            u = _uniform(u4(first + r), key0, key1)
+            x = raw[c, r]
+            g = min(max(x, LEAK * x), f4(1.0))
+            m = g + (f4(1.0) - g) * u
+            mask[c, r] = m
+            carried[c, r] = m * h[c, r]
+        total = f4(0.0)
+        if p == f4(1.0):
+            for r in range(rows):
+                total += shares[r] * _squashed(raw[c, r])
+        elif p == f4(2.0):
+            for r in range(rows):
+                x = _squashed(raw[c, r])
+                total += shares[r] * x * x
+        elif p > f4(0.0):
+            for r in range(rows):
+                total += shares[r] * (_squashed(raw[c, r]) + eps) ** p
+        penalty[c] = total
+
+
+@_kernel
+def gate_backward(
+    h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any, raw: Any, mask: Any,
+    low: Any, width: Any, nodes: Any, cubic: Any,
+    has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_carried: bool, to_carried: Any, to_penalty: Any,
+    to_h: Any, to_w_in: Any, to_b_in: Any, to_w_out: Any, to_b_out: Any,
+) -> None:  # fmt: skip
+    """Gradients to h and to the gate's parameters, from those to raw, mask, carried (where there are any) and penalty."""
+    C, rows = h.shape
+    d_gate = w_in.shape[1]
+    for c in prange(C):
+        intervals = nodes[c] - np.int32(1)
+        last = np.int32(intervals - 1)
+        to_gate = np.zeros(rows, np.float32)
+        if has_mask:
+            for r in range(rows):
+                to_gate[r] = to_mask[c, r]
+        if has_carried:
+            for r in range(rows):
+                to_gate[r] += to_carried[c, r] * h[c, r]
+        first = u4(c * rows)
+        for r in range(rows):
+            x = raw[c, r]
+            leaky = LEAK if x < f4(0.0) else (f4(1.0) if x < f4(1.0) else f4(0.0))
+            to_gate[r] *= leaky * (f4(1.0) - _uniform(u4(first + r), key0, key1))
+        if has_raw:
+            for r in range(rows):
+                to_gate[r] += to_raw[c, r]
+        if to_penalty != f4(0.0):
+            if p == f4(1.0):
+                for r in range(rows):
+                    to_gate[r] += to_penalty * shares[r] * _squashed_slope(raw[c, r])
+            elif p == f4(2.0):
+                for r in range(rows):
+                    x = raw[c, r]
+                    to_gate[r] += f4(2.0) * to_penalty * shares[r] * _squashed_slope(x) * _squashed(x)
+            else:
+                for r in range(rows):
+                    x = raw[c, r]
+                    power = (_squashed(x) + eps) ** (p - f4(1.0))
+                    to_gate[r] += p * to_penalty * shares[r] * _squashed_slope(x) * power
+        table = cubic[c]
+        # Neighbouring rows often fall into one interval, and an addition has to wait for the one before: four tables in turn.
+        partial = np.zeros((4, intervals, 4), np.float32)
+        per_unit = f4(1.0) / width[c]
+        for r in range(rows):
+            t = (h[c, r] - low[c]) * per_unit
+            i = _interval(t, last)
+            t -= f4(np.int32(i))
+            g = to_gate[r]
+            to_h[c, r] = g * per_unit * ((f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1])
+            turn = np.uint64(r & 3)
+            partial[turn, i, 0] += g
+            partial[turn, i, 1] += g * t
+            partial[turn, i, 2] += g * t * t
+            partial[turn, i, 3] += g * t * t * t
+        to_table = partial[0] + partial[1] + partial[2] + partial[3]
+        if has_carried:
+            for r in range(rows):
+                to_h[c, r] += to_carried[c, r] * mask[c, r]
+        to_value = np.zeros(intervals + 1, np.float32)
+        to_slope = np.zeros(intervals + 1, np.float32)
+        for k in range(intervals):
+            bend = f4(3.0) * to_table[k, 2] - f4(2.0) * to_table[k, 3]
+            to_value[k] += to_table[k, 0] - bend
+            to_value[k + 1] += bend
+            to_slope[k] += to_table[k, 1] - f4(2.0) * to_table[k, 2] + to_table[k, 3]
+            to_slope[k + 1] += to_table[k, 3] - to_table[k, 2]
+        total = f4(0.0)
+        for k in range(intervals + 1):
+            total += to_value[k]
+        to_b_out[c] = total
+        dx = width[c]
+        for d in range(d_gate):
+            step = w_in[c, d] * dx
+            start = w_in[c, d] * low[c] + b_in[c, d]
+            by_value = f4(0.0)
+            by_slope = f4(0.0)
+            shift = f4(0.0)
+            stretch = f4(0.0)
+            for k in range(intervals + 1):
+                a = step * f4(k) + start
+                P, density = _normal(a)
+                derivative = P + a * density
+                to_a = to_value[k] * derivative + to_slope[k] * step * density * (f4(2.0) - a * a)
+                shift += to_a
+                stretch += to_a * f4(k)
+                by_slope += to_slope[k] * derivative
+                by_value += to_value[k] * a * P
+            out = w_out[c, d]
+            to_b_in[c, d] = out * shift
+            to_w_in[c, d] = out * (shift * low[c] + (stretch + by_slope) * dx)
+            to_w_out[c, d] = by_value + by_slope * step
+
+
+ELEMENTS_PER_THREAD = 8_000
+_most_threads = numba.get_num_threads()  # this also starts numba's threads, which fast.py counts on
+_threads = _most_threads
+
+
+def use_threads(available: int, elements: int) -> None:
+    """Let the next kernels use as many threads as pay for this much work. (Results do not depend on it.)"""
+    global _threads
+    n = min(available, 1 + elements // ELEMENTS_PER_THREAD, _most_threads)
+    if n != _threads:
+        numba.set_num_threads(n)
+        _threads = n

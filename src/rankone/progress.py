@@ -1,0 +1,156 @@
+"""What people watch while something runs: one line for a run, one per seed for several, and the summary of seeds.
+
+On a terminal the lines are live; elsewhere a line is printed every few seconds.
+"""
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+
+from rankone.experiments.seeds import SeedRun
+from rankone.metrics import wilson
+from rankone.trackers import Progress
+
+SECONDS_BETWEEN_LINES = 10.0
+VERDICTS = {True: "[green]recovered[/]", False: "[red]not recovered[/]", None: "done"}
+
+
+class RunDisplay:
+    """Live progress: a bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        # One line that is cut where the terminal ends: what must be seen comes first, the losses last.
+        self._bar = Bar(
+            BarColumn(bar_width=8, table_column=Column(min_width=8)),
+            TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            console=console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=steps, line="")
+        self._spoke = -SECONDS_BETWEEN_LINES
+
+    def __enter__(self) -> "RunDisplay":
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, message: str) -> None:
+        self._console.print(message)
+
+    def __call__(self, progress: Progress) -> None:
+        losses, l0 = progress.record["loss"], progress.record["l0"]
+        short = {
+            "faithfulness": "faith",
+            "stochastic_recon": "recon",
+            "stochastic_recon_layerwise": "layer",
+            "importance_minimality": "min",
+        }
+        numbers = "L0 " + "/".join(f"{value:.2f}" for value in l0.values()) + "  "
+        numbers += " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
+        minutes, seconds = divmod(int(progress.seconds_left), 60)
+        pace = f"{progress.ms_per_step:.1f} ms/step, {minutes}:{seconds:02d} left"
+        if self._console.is_terminal:
+            line = f"{progress.step}/{progress.steps}  {pace}  {numbers}"
+            self._bar.update(self._task, completed=progress.step, line=line)
+        elif time.monotonic() - self._spoke >= SECONDS_BETWEEN_LINES or progress.step == progress.steps:
+            self._spoke = time.monotonic()
+            print(f"step {progress.step}/{progress.steps}  {pace}  {numbers}", flush=True)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+class SeedsDisplay:
+    """Live progress of several seeds: a line for each."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4)
+        self._spoke = time.monotonic() - SECONDS_BETWEEN_LINES
+        self._told: set[int] = set()
+
+    def __enter__(self) -> "SeedsDisplay":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def __call__(self, runs: Sequence[SeedRun]) -> None:
+        if self._console.is_terminal:
+            self._live.update(self._table(runs))
+            return
+        for one in runs:
+            if one.state in ("done", "failed", "interrupted") and one.seed not in self._told:
+                self._told.add(one.seed)
+                print(f"seed {one.seed}: {self._plain(one)}", flush=True)
+        running = [one for one in runs if one.state == "running" and one.progress is not None]
+        if running and time.monotonic() - self._spoke >= SECONDS_BETWEEN_LINES:
+            self._spoke = time.monotonic()
+            print("; ".join(f"seed {one.seed} {self._plain(one)}" for one in running), flush=True)
+
+    @staticmethod
+    def _plain(one: SeedRun) -> str:
+        if one.state == "done" and one.summary is not None:
+            return {True: "recovered", False: "not recovered", None: "done"}[one.summary["recovered"]]
+        if one.state == "running" and one.progress is not None:
+            p = one.progress
+            return f"step {p.step}/{p.steps}, {p.ms_per_step:.1f} ms/step, {clock(p.seconds_left)} left"
+        return f"{one.state}: {one.message}" if one.message else one.state
+
+    def _table(self, runs: Sequence[SeedRun]) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for one in runs:
+            p = one.progress
+            done = 1.0 if one.state == "done" else p.step / p.steps if p is not None else 0.0
+            text = self._plain(one)
+            if one.state == "done" and one.summary is not None:
+                text = VERDICTS[one.summary["recovered"]]
+            table.add_row(f"seed {one.seed}", ProgressBar(total=1.0, completed=done, width=20), text)
+        return table
+
+
+def print_seeds(console: Console, runs: Sequence[SeedRun], seconds: float) -> None:
+    """One table over all seeds, and the share that was recovered."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("seed", "", "errors", "alive", "MMCS", "ML2R", "ms/step", "seconds"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    for one in runs:
+        if one.summary is None:
+            table.add_row(str(one.seed), f"{one.state} {escape(one.message)}".strip())
+            continue
+        found = one.summary
+        numbers = ["" if found[key] is None else f"{found[key]:.4f}" for key in ("mmcs", "ml2r")]
+        table.add_row(
+            str(one.seed),
+            VERDICTS[found["recovered"]],
+            "/".join(str(check["errors"]) for check in found["checks"].values()),
+            "/".join(map(str, found["n_alive"].values())),
+            *numbers,
+            f"{found['ms_per_step']:.2f}",
+            f"{found['wall_seconds']:.0f}",
+        )
+    console.print()
+    console.print(table)
+    judged = [
+        one.summary["recovered"] for one in runs if one.summary is not None and one.summary["recovered"] is not None
+    ]
+    if judged:
+        low, high = wilson(sum(judged), len(judged))
+        console.print(
+            f"Recovered {sum(judged)} of {len(judged)} seeds (95 % interval {low:.0%} to {high:.0%}), {seconds:.0f} s in all"
+        )

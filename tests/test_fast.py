@@ -1,0 +1,233 @@
+"""The fast engine against exact torch, against the literal step, and where it does not apply."""
+
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rankone
+from conftest import ROOT, small_mlp
+from rankone import fast
+from rankone.config import DecompositionConfig
+from rankone.data import generator_for
+from rankone.importance import lower_leaky, make_importance, upper_leaky
+from rankone.losses import StepContext, divergence_named, mask_key
+from rankone.masks import uniform
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import runs
+
+KEY = 0x1234_5678_9ABC_DEF0
+
+
+def gate(C: int, d_gate: int, scale: float = 1.0):
+    function = make_importance("mlp", {"d_gate": d_gate}, C, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in function.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+        function.w_in.mul_(scale)
+    return function
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
+
+
+@pytest.mark.parametrize("d_gate", [1, 16, 128])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("p", [0.9, 1.0, 1.5, 2.0])
+def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p):
+    """Values, and gradients to inner activations and to every parameter of the gates, in double precision beside."""
+    torch.manual_seed(0)
+    quick = gate(7, d_gate, scale)
+    exact = gate(7, d_gate, scale).double()
+    h = (torch.randn(300, 7) * (torch.rand(300, 7) < 0.6)).requires_grad_()
+    H = h.detach().double().requires_grad_()
+    shares = torch.rand(300)
+    shares /= shares.sum()
+    eps = 1e-3 if p < 1 else 0.0
+    made = fast.gated(quick, h, KEY, fast.Penalty(p, eps), shares)
+    assert made is not None
+    raw = exact(H)
+    g = lower_leaky(raw)
+    mask = g + (1 - g) * uniform(KEY, raw)
+    penalty = (upper_leaky(raw) + eps).pow(p).sum(-1) @ shares.double()
+    literal = (raw, mask, mask * H, penalty)
+    for ours, theirs in zip(made, literal, strict=True):
+        assert relative(ours, theirs) < 1e-4
+    # Gradients are compared away from the kinks, where an error of rounding chooses another slope.
+    smooth = ((raw.abs() > 1e-3) & ((raw - 1).abs() > 1e-3)).detach()
+    by = [torch.randn(300, 7) * smooth for _ in range(3)]
+    total = sum((t * w).sum() for t, w in zip(made, by, strict=False)) + 10 * made.penalty
+    expected = sum((t * w.double()).sum() for t, w in zip(literal, by, strict=False)) + 10 * penalty
+    ours = torch.autograd.grad(total, [h, *quick.parameters()])
+    theirs = torch.autograd.grad(expected, [H, *exact.parameters()])
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < (5e-4 if scale < 5 else 1e-3)  # at 5 the number of nodes is at its limit
+
+
+def test_the_kernels_draw_the_same_numbers_as_torch():
+    made = fast.gated(gate(5, 3), torch.randn(100, 5), KEY)
+    assert made is not None
+    g = lower_leaky(made.raw.detach())
+    torch.testing.assert_close(made.mask.detach(), g + (1 - g) * uniform(KEY, g))
+
+
+def test_random_numbers_are_uniform_and_independent():
+    u = uniform(KEY, torch.empty(20_000, 10, dtype=torch.float64))
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert u.mean().item() == pytest.approx(0.5, abs=0.003)
+    assert u.var().item() == pytest.approx(1 / 12, abs=0.002)
+    counts = torch.histc(u, 100, 0, 1)
+    assert ((counts - 2000) ** 2 / 2000).sum() < 150  # chi-squared, 99 degrees of freedom
+    others = [uniform(KEY + 1, u), uniform(KEY + (1 << 32), u), u.roll(1, 0), u.roll(1, 1)]
+    for other in others:
+        both = torch.stack([u.flatten(), other.flatten()])
+        assert abs(torch.corrcoef(both)[0, 1].item()) < 0.01
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    torch.manual_seed(0)
+    h, weight = torch.randn(2000, 40), torch.randn(2000, 40)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        function, x = gate(40, 16), h.clone().requires_grad_()
+        made = fast.gated(function, x, KEY, fast.Penalty(1.0, 0.0))
+        assert made is not None
+        total = (made.carried * weight + made.mask).sum() + made.penalty
+        found.append([*made, *torch.autograd.grad(total, [x, *function.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_senseless_activations_give_senseless_importances_and_no_crash(value):
+    h = torch.randn(200, 3)
+    h[17, 1] = value
+    h.requires_grad_()
+    function = gate(3, 4)
+    made = fast.gated(function, h, KEY, fast.Penalty(2.0, 0.0))
+    assert made is not None
+    (made.carried.sum() + made.penalty).backward()
+    assert torch.isfinite(made.raw[:, [0, 2]]).all()
+    if not np.isfinite(value):
+        assert not torch.isfinite(made.penalty)
+
+
+def test_a_constant_inner_activation():
+    made = fast.gated(function := gate(3, 4), h := torch.full((200, 3), 0.7, requires_grad=True), KEY)
+    assert made is not None
+    torch.testing.assert_close(made.raw, function(h))
+    made.carried.sum().backward()
+    assert torch.isfinite(h.grad).all()
+
+
+@pytest.mark.parametrize("engine", ["fast", "exact"])
+@pytest.mark.parametrize("name", [n for n in runs.RUNS if n != "resid_mlp3"])
+def test_losses_and_gradients_of_the_papers_runs(name, engine):
+    """At the paper's sizes, on the same masks as the literal step. (resid_mlp3 takes 8 GB; a small one is below.)"""
+    errors = runs.disagreement(runs.make(name), engine)
+    assert errors["loss"] < (1e-5 if engine == "fast" else 1e-6)
+    assert errors["gradient"] < (3e-4 if engine == "fast" else 5e-6)
+
+
+@pytest.mark.parametrize("engine", ["fast", "exact"])
+def test_three_blocks_with_wide_gates(engine):
+    run = runs.residual("small", runs.Residual(n_features=20, n_blocks=3, n_neurons=7, C=30, d_gate=128), batch=700)
+    errors = runs.disagreement(run, engine)
+    assert errors["gradient"] < (3e-4 if engine == "fast" else 5e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "layer_mlp"])
+def test_other_importance_functions_and_more_samples_take_the_plain_way(kind):
+    """Both engines are then the same, whatever is mixed."""
+    model = rankone.DecomposedModel(small_mlp(), {"*": 5}, importance=kind)
+    batch = torch.rand(200, 4)
+    mse = divergence_named("mse")
+    recon = rankone.losses.LOSSES["stochastic_recon"](samples=3)
+    values = [recon.value(StepContext.of(model, batch, mse, exact=exact)).item() for exact in (True, False)]
+    assert values[0] == values[1]
+    mixed = rankone.DecomposedModel(small_mlp(), {"*": 5})
+    values = [recon.value(StepContext.of(mixed, batch, mse, exact=exact)).item() for exact in (True, False)]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["few rows", "double precision"])
+def test_where_the_kernels_do_not_apply(case):
+    rows = 10 if case == "few rows" else 200
+    h = torch.randn(rows, 3, dtype=torch.float64 if case == "double precision" else torch.float32)
+    assert fast.gated(gate(3, 4).to(h.dtype), h, KEY) is None
+
+
+def test_without_numba_there_is_one_notice_and_the_same_result(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rankone.kernels", None)
+    monkeypatch.delattr(rankone, "kernels", raising=False)
+    fast.kernels.cache_clear()
+    config = DecompositionConfig(steps=5, importance={"options": {"d_gate": 4}}, log_every=1)
+
+    def data(generator):
+        return torch.rand(100, 4, generator=generator)
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            without = rankone.decompose(small_mlp(), data, {"*": 5}, config)
+        notices = [str(w.message) for w in caught if issubclass(w.category, fast.MissingKernels)]
+        assert len(notices) == 1
+        assert "numba is not installed" in notices[0]
+        assert "pip install" in notices[0]
+    finally:
+        fast.kernels.cache_clear()
+    exact = rankone.decompose(small_mlp(), data, {"*": 5}, config.model_copy(update={"engine": "exact"}))
+    assert [r["loss"] for r in without.history] == [r["loss"] for r in exact.history]
+
+
+@pytest.mark.parametrize("engine", ["fast", "exact"])
+def test_an_activation_that_works_in_place(engine):
+    """Outputs that the target overwrites must not be taken for what the layer returned."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 4)).eval()
+    in_place = nn.Sequential(plain[0], nn.ReLU(inplace=True), plain[2], nn.ReLU(inplace=True), plain[4]).eval()
+    batch = torch.randn(200, 4)
+    found = []
+    for target in (plain, in_place):
+        model = rankone.DecomposedModel(target, {"0": 8, "2": 8, "4": 8})
+        context = StepContext.of(model, batch, divergence_named("mse"), seed=3, exact=engine == "exact")
+        losses = [rankone.losses.LOSSES[n]() for n in ("stochastic_recon", "stochastic_recon_layerwise")]
+        total = sum(loss.value(context) for loss in losses)
+        found.append([total, *torch.autograd.grad(total, list(model.trained().values()))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_keys_differ_between_layers_samples_and_steps():
+    keys = {mask_key(s, t, layer, k) for s in range(3) for t in range(3) for layer in ("a", "b") for k in range(3)}
+    assert len(keys) == 54
+    assert all(0 <= key < 1 << 63 for key in keys)
+
+
+def test_sparse_features_drawn_sparsely_have_the_right_distribution():
+    from rankone.targets.tms import SparseFeatures
+
+    sampler = SparseFeatures(7, 0.05, 20_000, low=-1.0, high=1.0)
+    batch = sampler(generator_for(0, "data"))
+    x, weights = batch.inputs, batch.weights
+    assert weights.sum() == 20_000
+    assert (x[:-1] != 0).any(1).all()
+    assert (x[-1] == 0).all()
+    assert weights[:-1].eq(1).all()
+    on = x != 0
+    assert (on.sum(0) / 20_000).tolist() == pytest.approx([0.05] * 7, abs=0.006)
+    assert weights[-1].item() / 20_000 == pytest.approx(0.95**7, abs=0.01)
+    # Two features are on together as often as chance has it.
+    assert (on[:, 0] & on[:, 3]).sum().item() / 20_000 == pytest.approx(0.05**2, abs=0.0012)
+    assert x[on].mean().item() == pytest.approx(0, abs=0.03)
+    assert x[on].abs().mean().item() == pytest.approx(0.5, abs=0.02)
+    full = SparseFeatures(3, 1.0, 50)(generator_for(0, "data"))
+    assert full.inputs.shape == (50, 3)
+    assert full.weights.eq(1).all()
