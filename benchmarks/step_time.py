@@ -89,7 +89,7 @@ def where_it_goes(run: runs.Run) -> dict[str, float]:
         spent = event.self_cpu_time_total / 1000 / steps
         if event.key in ("aten::mm", "aten::addmm", "aten::bmm"):
             kinds["matrix products"] += spent
-        elif event.key.startswith(("_GateAndMask", "_Minimality")):
+        elif event.key.startswith("_GateAndMask"):
             kinds["gates and masks"] += spent
         elif "adam" in event.key.lower():
             kinds["optimiser"] += spent
@@ -175,9 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"one of {', '.join(runs.RUNS)}; all if none is given")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads, the same for all engines"
-    )
+    parser.add_argument("--threads", type=int, help="CPU threads for all engines; each run's own if not given")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -204,7 +202,6 @@ def main() -> None:
         "rankone": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "threads": options.threads,
     }
     print(table(found))
     print(f"\n{about}, sgemm {median(r['sgemm_gflop_per_s'] for r in found):.0f} GFLOP/s")

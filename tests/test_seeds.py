@@ -47,8 +47,12 @@ def test_seeds_are_the_runs_that_one_makes_alone(tmp_path):
     assert (tmp_path / "runs/tms_5-2-default-seed3/summary.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_interrupted_seeds_are_saved_and_resumed(tmp_path, signum):
+@pytest.mark.parametrize(
+    ("signum", "to_all"),
+    [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)],
+    ids=["Ctrl-C", "SIGINT", "SIGTERM"],
+)
+def test_interrupted_seeds_are_saved_and_resumed(tmp_path, signum, to_all):
     words = ["run", "tms_5-2", "batch_size=64", "--steps", "100000", "--seeds", "3", "--jobs", "2", "--out", "all"]
     command = [sys.executable, "-m", "rankone", *words, "checkpoint_every=1000000", "log_every=10"]
     process = subprocess.Popen(
@@ -59,7 +63,7 @@ def test_interrupted_seeds_are_saved_and_resumed(tmp_path, signum):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(1)
-    if signum == signal.SIGINT:
+    if to_all:
         os.killpg(process.pid, signum)  # as a terminal does it
     else:
         process.send_signal(signum)

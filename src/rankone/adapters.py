@@ -16,6 +16,7 @@ A module type of your own takes a dozen lines:
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -92,7 +93,10 @@ class LinearAdapter(Adapter):
         return x.read(V) if isinstance(x, Factored) else rows_times(x, V)
 
     def write(self, module: nn.Module, z: Tensor, U: Tensor) -> Activation:
-        return rows_times(z, U, _bias(module))
+        # Like any layer's output: a tensor of its own, in the usual order in memory.
+        out = rows_times(z, U).clone(memory_format=torch.contiguous_format)
+        bias = _bias(module)
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 @register_adapter(FactoredLinear)

@@ -32,7 +32,7 @@ from rankone.experiments import ExperimentConfig, experiment_config, experiment_
 from rankone.experiments.run import Summary, can_report, evaluate_run, read_config, reopen
 from rankone.experiments.run import run as run_experiment
 from rankone.experiments.seeds import SeedRun, jobs_for, run_seeds
-from rankone.fast import MissingKernels, kernels
+from rankone.fast import WITHOUT_NUMBA, MissingKernels, kernels
 from rankone.progress import RunDisplay, SeedsDisplay, print_seeds
 from rankone.report import write_report
 from rankone.targets import save_target, train_until_good
@@ -123,7 +123,7 @@ def run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MissingKernels)
         if config.engine == "fast" and kernels() is None:
-            errors.print("Note: numba is missing, so steps run in plain torch, several times slower. pip install numba")
+            errors.print(f"Note: {WITHOUT_NUMBA}", soft_wrap=True)
     if seeds is not None:
         _run_seeds(config, out, seeds, jobs, resume)
         return

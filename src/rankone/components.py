@@ -20,8 +20,8 @@ class Subcomponents(nn.Module):
 
     def __init__(self, U: Float[Tensor, "d_out C"], V: Float[Tensor, "C d_in"]) -> None:
         super().__init__()
-        self.U = nn.Parameter(U)
-        self.V = nn.Parameter(V)
+        self.U = nn.Parameter(U.contiguous())
+        self.V = nn.Parameter(V.contiguous())
 
     @property
     def C(self) -> int:

@@ -42,7 +42,8 @@ class WeightedBatch:
         nonzero = x.any(dim=1)
         kept = x[nonzero]
         zeros = x.shape[0] - kept.shape[0]
-        weights = torch.ones(kept.shape[0] + bool(zeros), dtype=x.dtype, device=x.device)
+        counts = torch.promote_types(x.dtype, torch.float32)  # half precision cannot count far
+        weights = torch.ones(kept.shape[0] + bool(zeros), dtype=counts, device=x.device)
         if zeros:
             kept = torch.cat([kept, x.new_zeros(1, x.shape[1])])
             weights[-1] = zeros

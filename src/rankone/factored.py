@@ -18,22 +18,27 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 Term = tuple[Tensor, Tensor]
 """Coefficients `[*lead, k]` and directions `[d, k]`."""
 
 
 class Factored:
-    """The activation `sum of coefficients @ directions.T` over its terms. Never changed in place."""
+    """The activation `sum of coefficients @ directions.T` over its terms, as one may add and read it.
 
-    def __init__(self, *terms: Term) -> None:
-        self.terms = terms
+    Operations that would change it in place work on a copy.
+    """
+
+    def __init__(self, *terms: Term, left: "Factored | None" = None) -> None:
+        self.terms = (*left.terms, *terms) if left is not None else terms
+        self._left = left
         self._dense: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        coefficients, directions = self.terms[0]
-        return torch.Size((*coefficients.shape[:-1], directions.shape[0]))
+        lead = torch.broadcast_shapes(*(coefficients.shape[:-1] for coefficients, _ in self.terms))
+        return torch.Size((*lead, self.terms[0][1].shape[0]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,20 +66,31 @@ class Factored:
         return Factored(*((coefficients.detach(), directions.detach()) for coefficients, directions in self.terms))
 
     def dense(self) -> Float[Tensor, "*lead d"]:
-        """The activation itself."""
-        if self._dense is None:
-            self._dense = sum((F.linear(c, D) for c, D in self.terms[1:]), F.linear(*self.terms[0]))
-        return self._dense
+        """The activation itself, as a tensor that may be changed."""
+        return self._formed().clone()
+
+    def _formed(self) -> Float[Tensor, "*lead d"]:
+        """The activation, formed once: from that of the stream it was added to, where there is one."""
+        if self._dense is not None:
+            return self._dense
+        new = self.terms if self._left is None else self.terms[len(self._left.terms) :]
+        made = sum((F.linear(c, D) for c, D in new[1:]), F.linear(*new[0]))
+        if self._left is not None:
+            made = self._left._formed() + made
+        if torch.is_grad_enabled() or not self.requires_grad:
+            self._dense = made
+        return made
 
     def read(self, W: Float[Tensor, "n d"]) -> Float[Tensor, "*lead n"]:
-        """`self @ W.T`, in the cheaper order."""
+        """`self @ W.T`, in the cheaper order. Not to be changed in place: others may be given the same tensor."""
         if not self._factors_pay(W.shape[0]):
-            return rows_times(self.dense(), W)
+            return rows_times(self._formed(), W)
         key: tuple[Any, ...] = (_key(W),)
+        operands: tuple[Tensor, ...] = (W,)
         out: Tensor | None = None
         for c, D in self.terms:
-            key = (*key, _key(c), _key(D))
-            out = _once(key, (W, c, D), lambda c=c, D=D, out=out: _add_term(out, c, W, D))
+            key, operands = (*key, _key(c), _key(D)), (*operands, c, D)
+            out = _once(key, operands, lambda c=c, D=D, out=out: _add_term(out, c, W, D))
         assert out is not None
         return out
 
@@ -83,20 +99,20 @@ class Factored:
         *lead, d = self.shape
         rows = math.prod(lead)
         factored = sum(D.shape[1] * n * (d + rows) for _, D in self.terms)
-        dense = rows * d * n + (0 if self._dense is not None else sum(rows * d * D.shape[1] for _, D in self.terms))
+        unformed = (
+            self.terms if self._left is None or self._left._dense is None else self.terms[len(self._left.terms) :]
+        )
+        dense = rows * d * n + (0 if self._dense is not None else sum(rows * d * D.shape[1] for _, D in unformed))
         return factored < dense
 
     def __add__(self, other: Any) -> Any:
-        return Factored(*self.terms, *other.terms) if isinstance(other, Factored) else self.dense() + other
+        return Factored(*other.terms, left=self) if isinstance(other, Factored) else self._formed() + other
 
     def __radd__(self, other: Any) -> Any:
-        return other + self.dense()
+        return other + self._formed()
 
     def __matmul__(self, other: Tensor) -> Tensor:
-        return self.read(other.T) if other.dim() == 2 else self.dense() @ other
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.dense()[index]
+        return F.linear(self, other.T) if other.dim() == 2 else self.dense() @ other  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -111,17 +127,24 @@ class Factored:
         if func is F.linear and isinstance(stream := (*args, None)[0], Factored):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            out = stream.read(weight)
+            # Like any layer's output: a tensor of its own, in the usual order in memory.
+            out = stream.read(weight).clone(memory_format=torch.contiguous_format)
             return out if bias is None else out + bias
-        return func(*(dense(a) for a in args), **{k: dense(v) for k, v in kwargs.items()})
+        return func(*tree_map(dense, args), **tree_map(dense, dict(kwargs)))
 
 
-for _name in ("mul", "rmul", "sub", "rsub", "truediv", "pow", "neg"):
+_OPERATORS = (
+    "mul rmul sub rsub truediv rtruediv floordiv mod pow rpow neg abs eq ne lt le gt ge getitem len bool iter rmatmul"
+)
 
-    def _by_dense(self: Factored, *args: Any, _method: str = f"__{_name}__") -> Tensor:
+for _name in _OPERATORS.split():
+
+    def _by_dense(self: Factored, *args: Any, _method: str = f"__{_name}__") -> Any:
         return getattr(self.dense(), _method)(*(dense(a) for a in args))
 
     setattr(Factored, f"__{_name}__", _by_dense)
+
+Factored.__hash__ = object.__hash__
 
 
 class FactoredLinear(nn.Linear):
@@ -142,7 +165,7 @@ Activation = Tensor | Factored
 
 
 def dense(x: Any) -> Any:
-    """The plain tensor for a factored activation; anything else as it is."""
+    """A plain tensor, of its own, for a factored activation; anything else as it is."""
     return x.dense() if isinstance(x, Factored) else x
 
 
@@ -174,14 +197,13 @@ class _RowsTimes(torch.autograd.Function):
         return to_x, to_W
 
 
-def rows_times(
-    x: Float[Tensor, "*lead d"], W: Float[Tensor, "n d"], bias: Float[Tensor, " n"] | None = None
-) -> Float[Tensor, "*lead n"]:
-    """`x @ W.T + bias`, stored with the n outputs first: whoever then walks along one output reads memory in order."""
+def rows_times(x: Float[Tensor, "*lead d"], W: Float[Tensor, "n d"]) -> Float[Tensor, "*lead n"]:
+    """`x @ W.T`, stored with the n outputs first: whoever then walks along one output reads memory in order."""
+    if torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, W)
     if x.dim() != 2:
-        return rows_times(x.reshape(-1, x.shape[-1]), W, bias).reshape(*x.shape[:-1], W.shape[0])
-    out = (W @ x.T).T if x.numel() * W.shape[0] < SMALL else _RowsTimes.apply(x, W)
-    return out if bias is None else out + bias
+        return rows_times(x.reshape(-1, x.shape[-1]), W).reshape(*x.shape[:-1], W.shape[0])
+    return (W @ x.T).T if x.numel() * W.shape[0] < SMALL else _RowsTimes.apply(x, W)
 
 
 def _add_term(out: Tensor | None, c: Tensor, W: Tensor, D: Tensor) -> Float[Tensor, "*lead n"]:
@@ -190,14 +212,15 @@ def _add_term(out: Tensor | None, c: Tensor, W: Tensor, D: Tensor) -> Float[Tens
     return made if out is None else out + made
 
 
+Known = dict[tuple[Any, ...], tuple[Any, Tensor, int]]
+"""Key -> (the operands, their product, its version)."""
+
+
 class _Memo(threading.local):
     """Products of factors that are known: for one step, and, between weights that nobody trains, from step to step."""
 
-    step: dict[tuple[Any, ...], tuple[Any, Tensor]] | None = None
-    constant: dict[tuple[Any, ...], tuple[Any, Tensor]]
-
-    def __init__(self) -> None:
-        self.constant = {}
+    step: Known | None = None
+    constant: Known | None = None
 
 
 _memo = _Memo()
@@ -205,25 +228,32 @@ _memo = _Memo()
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """While this lasts, equal products of factors are computed once. The tensors involved must not change meanwhile."""
+    """While this lasts, equal products of factors are computed once."""
     before, _memo.step = _memo.step, {}
     try:
         yield
     finally:
         _memo.step = before
-        if len(_memo.constant) > _MOST_CONSTANTS:
-            _memo.constant.clear()
 
 
-_MOST_CONSTANTS = 1000
+@contextmanager
+def keeping_constants() -> Iterator[None]:
+    """While this lasts, `sharing` keeps products of frozen weights from one time to the next."""
+    before, _memo.constant = _memo.constant, {}
+    try:
+        yield
+    finally:
+        _memo.constant = before
 
 
 def _once(key: tuple[Any, ...], operands: tuple[Tensor, ...], compute: Callable[[], Tensor]) -> Tensor:
     if _memo.step is None:
         return compute()
-    memo = _memo.constant if all(_is_constant(t) for t in operands) else _memo.step
-    if key not in memo:
-        memo[key] = (operands, compute())  # operands are kept alive, so that their addresses stay theirs
+    keep = _memo.constant is not None and all(_is_constant(t) for t in operands)
+    memo = _memo.constant if keep and _memo.constant is not None else _memo.step
+    if key not in memo or memo[key][1]._version != memo[key][2]:  # unknown, or changed in place by whoever was given it
+        made = compute()
+        memo[key] = (operands, made, made._version)  # operands are kept alive, so that their addresses stay theirs
     return memo[key][1]
 
 
@@ -234,12 +264,5 @@ def _is_constant(t: Tensor) -> bool:
 
 def _key(t: Tensor) -> tuple[Any, ...]:
     """What makes two tensors the same one here: same memory, same version, same place in the autograd graph."""
-    return (
-        t.data_ptr(),
-        t.shape,
-        t.stride(),
-        t.dtype,
-        t._version,
-        t.requires_grad,
-        torch.is_grad_enabled() and t.requires_grad,
-    )
+    graph = t.requires_grad and torch.is_grad_enabled()
+    return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, t._version, t.requires_grad, graph)

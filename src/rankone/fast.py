@@ -5,6 +5,7 @@ apply (another importance function, another device or precision, very few rows, 
 plain way. The random numbers of masks are the same on both.
 """
 
+import os
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,10 +15,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rankone.errors import TrainingError
 from rankone.importance import ImportanceFunction, MLPImportance
 
 FEWEST_ROWS = 64
 """With fewer datapoints than this, exact gates cost as little as interpolated ones."""
+
+
+WITHOUT_NUMBA = (
+    "numba is missing, so steps run in plain torch with exact gates: as good, several times slower. pip install numba"
+)
 
 
 class MissingKernels(UserWarning):
@@ -27,19 +34,37 @@ class MissingKernels(UserWarning):
 @cache
 def kernels() -> Any:
     """The module of compiled kernels, or None (with one notice) where numba is missing."""
+    if _forked:
+        warnings.warn(
+            "A forked process cannot use the compiled kernels; steps run in plain torch.", MissingKernels, stacklevel=2
+        )
+        return None
     threads = torch.get_num_threads()
     try:
         from rankone import kernels as found
     except ImportError:
         warnings.warn(
-            "numba is not installed, so training steps run in plain torch with exact gates: the same results, several times slower "
-            "on a CPU. pip install 'rankone[fast]'",
+            WITHOUT_NUMBA,
             MissingKernels,
             stacklevel=2,
         )
         return None
     torch.set_num_threads(threads)  # numba, when it starts its threads, sets the number for everybody
     return found
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    """OpenMP's threads do not survive a fork: a child that used them would be killed by the library."""
+    global _forked
+    _forked = _forked or (kernels.cache_info().currsize > 0 and kernels() is not None)
+    kernels.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Gated(NamedTuple):
@@ -74,7 +99,8 @@ def gated(
     """
     rows = h.numel() // h.shape[-1]
     applies = h.device.type == "cpu" and h.dtype == torch.float32 and rows >= FEWEST_ROWS
-    if type(importance) is not MLPImportance or not applies or kernels() is None:
+    hooked = bool(importance._forward_hooks or importance._forward_pre_hooks)
+    if type(importance) is not MLPImportance or hooked or not applies or kernels() is None:
         return None
     if shares is not None and shares.shape[0] != rows:
         return None
@@ -124,7 +150,7 @@ class _GateAndMask(torch.autograd.Function):
             *(np.empty(C, kind) for kind in (np.float32, np.float32, np.int32)),
             np.empty((C, compiled.MOST_INTERVALS, 4), np.float32),
         )
-        share = np.full(rows, 1 / rows, np.float32) if shares is None else shares.numpy()
+        share = np.full(rows, 1 / rows, np.float32) if shares is None else shares.float().contiguous().numpy()
         chosen = (
             np.uint32(key & 0xFFFFFFFF),
             np.uint32(key >> 32),
@@ -142,6 +168,10 @@ class _GateAndMask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise TrainingError(
+                "The compiled kernels have no second derivatives (create_graph=True asks for them). Set engine='exact' in the config."
+            )
         h, w_in, *_ = ctx.known
         C, rows = h.shape
         compiled = _kernels_for(rows * C)

@@ -29,7 +29,9 @@ WIDEST_STEP = f4(0.2)
 """How far a gate's steepest neuron may move between two nodes. The error of the gradients falls with its third power."""
 FEWEST_INTERVALS = 8
 MOST_INTERVALS = 256
-"""Beyond this many intervals the step grows instead: only where inner activations times input weights span more than 51."""
+"""A subcomponent that would need more is evaluated exactly: inner activations with outliers, or very steep gates."""
+NARROW_STEP = f4(0.01)
+"""Below this, neighbouring nodes differ by little more than rounding, and cubics are made from slopes alone."""
 
 
 def _cached(**options: Any) -> Any:
@@ -122,7 +124,7 @@ def gate_forward(
     """Raw importances, stochastic masks and masked inner activations, all `[C, rows]`, from inner activations h.
 
     `penalty[c]` becomes the sum over rows of shares * (upper_leaky(raw) + eps)^p. Also fills in what the way back needs:
-    where each subcomponent's nodes begin (`low`), how far apart they are (`width`), how many there are (`nodes`),
+    where each subcomponent's nodes begin (`low`), how far apart they are (`width`), how many there are (`nodes`; 0 where none are used),
     and the cubic on each interval (`cubic`, `[C, MOST_INTERVALS, 4]`, constant term first).
     """
     C, rows = h.shape
@@ -137,36 +139,46 @@ def gate_forward(
         for d in range(d_gate):
             steepest = max(steepest, abs(w_in[c, d]))
         wanted = (largest - smallest) * steepest / WIDEST_STEP
-        intervals = np.int32(min(max(wanted, f4(FEWEST_INTERVALS)), f4(MOST_INTERVALS - 1))) + np.int32(1)
-        last = np.int32(intervals - 1)
-        dx = max(largest - smallest, f4(1e-12)) / f4(intervals)
-        low[c] = smallest
-        width[c] = dx
-        nodes[c] = intervals + 1
-        value = np.full(intervals + 1, b_out[c], np.float32)
-        slope = np.zeros(intervals + 1, np.float32)
-        for d in range(d_gate):
-            step = w_in[c, d] * dx
-            start = w_in[c, d] * smallest + b_in[c, d]
-            out = w_out[c, d]
-            for k in range(intervals + 1):
-                a = step * f4(k) + start
-                P, density = _normal(a)
-                value[k] += out * a * P
-                slope[k] += out * step * (P + a * density)
-        table = cubic[c]
-        for k in range(intervals):
-            rise = value[k + 1] - value[k]
-            table[k, 0] = value[k]
-            table[k, 1] = slope[k]
-            table[k, 2] = f4(3.0) * rise - f4(2.0) * slope[k] - slope[k + 1]
-            table[k, 3] = slope[k] + slope[k + 1] - f4(2.0) * rise
-        per_unit = f4(1.0) / dx
-        for r in range(rows):
-            t = (h[c, r] - smallest) * per_unit
-            i = _interval(t, last)
-            t -= f4(np.int32(i))
-            raw[c, r] = ((table[i, 3] * t + table[i, 2]) * t + table[i, 1]) * t + table[i, 0]
+        if not wanted < f4(MOST_INTERVALS):
+            nodes[c] = 0
+            for r in range(rows):
+                raw[c, r] = b_out[c]
+            for d in range(d_gate):
+                for r in range(rows):
+                    a = w_in[c, d] * h[c, r] + b_in[c, d]
+                    raw[c, r] += w_out[c, d] * a * _normal(a)[0]
+        else:
+            intervals = np.int32(max(wanted, f4(FEWEST_INTERVALS - 1))) + np.int32(1)
+            last = np.int32(intervals - 1)
+            dx = max(largest - smallest, f4(1e-12)) / f4(intervals)
+            low[c] = smallest
+            width[c] = dx
+            nodes[c] = intervals + 1
+            value = np.full(intervals + 1, b_out[c], np.float32)
+            slope = np.zeros(intervals + 1, np.float32)
+            for d in range(d_gate):
+                step = w_in[c, d] * dx
+                start = w_in[c, d] * smallest + b_in[c, d]
+                out = w_out[c, d]
+                for k in range(intervals + 1):
+                    a = step * f4(k) + start
+                    P, density = _normal(a)
+                    value[k] += out * a * P
+                    slope[k] += out * step * (P + a * density)
+            table = cubic[c]
+            narrow = steepest * dx < NARROW_STEP
+            for k in range(intervals):
+                rise = f4(0.5) * (slope[k] + slope[k + 1]) if narrow else value[k + 1] - value[k]
+                table[k, 0] = value[k]
+                table[k, 1] = slope[k]
+                table[k, 2] = f4(3.0) * rise - f4(2.0) * slope[k] - slope[k + 1]
+                table[k, 3] = slope[k] + slope[k + 1] - f4(2.0) * rise
+            per_unit = f4(1.0) / dx
+            for r in range(rows):
+                t = (h[c, r] - smallest) * per_unit
+                i = _interval(t, last)
+                t -= f4(np.int32(i))
+                raw[c, r] = ((table[i, 3] * t + table[i, 2]) * t + table[i, 1]) * t + table[i, 0]
         first = u4(c * rows)
         for r in range(rows):
             u = _uniform(u4(first + r), key0, key1)
@@ -200,8 +212,6 @@ def gate_backward(
     C, rows = h.shape
     d_gate = w_in.shape[1]
     for c in prange(C):
-        intervals = nodes[c] - np.int32(1)
-        last = np.int32(intervals - 1)
         to_gate = np.zeros(rows, np.float32)
         if has_mask:
             for r in range(rows):
@@ -212,7 +222,7 @@ def gate_backward(
         first = u4(c * rows)
         for r in range(rows):
             x = raw[c, r]
-            leaky = LEAK if x < f4(0.0) else (f4(1.0) if x < f4(1.0) else f4(0.0))
+            leaky = LEAK if x <= f4(0.0) else (f4(1.0) if x <= f4(1.0) else f4(0.0))
             to_gate[r] *= leaky * (f4(1.0) - _uniform(u4(first + r), key0, key1))
         if has_raw:
             for r in range(rows):
@@ -230,58 +240,91 @@ def gate_backward(
                     x = raw[c, r]
                     power = (_squashed(x) + eps) ** (p - f4(1.0))
                     to_gate[r] += p * to_penalty * shares[r] * _squashed_slope(x) * power
-        table = cubic[c]
-        # Neighbouring rows often fall into one interval, and an addition has to wait for the one before: four tables in turn.
-        partial = np.zeros((4, intervals, 4), np.float32)
-        per_unit = f4(1.0) / width[c]
-        for r in range(rows):
-            t = (h[c, r] - low[c]) * per_unit
-            i = _interval(t, last)
-            t -= f4(np.int32(i))
-            g = to_gate[r]
-            to_h[c, r] = g * per_unit * ((f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1])
-            turn = np.uint64(r & 3)
-            partial[turn, i, 0] += g
-            partial[turn, i, 1] += g * t
-            partial[turn, i, 2] += g * t * t
-            partial[turn, i, 3] += g * t * t * t
-        to_table = partial[0] + partial[1] + partial[2] + partial[3]
+        if nodes[c] == 0:
+            total = f4(0.0)
+            for r in range(rows):
+                to_h[c, r] = f4(0.0)
+                total += to_gate[r]
+            to_b_out[c] = total
+            for d in range(d_gate):
+                shift = f4(0.0)
+                stretch = f4(0.0)
+                by_value = f4(0.0)
+                for r in range(rows):
+                    a = w_in[c, d] * h[c, r] + b_in[c, d]
+                    P, density = _normal(a)
+                    by_value += to_gate[r] * a * P
+                    to_a = to_gate[r] * w_out[c, d] * (P + a * density)
+                    shift += to_a
+                    stretch += to_a * h[c, r]
+                    to_h[c, r] += to_a * w_in[c, d]
+                to_b_in[c, d] = shift
+                to_w_in[c, d] = stretch
+                to_w_out[c, d] = by_value
+        else:
+            intervals = nodes[c] - np.int32(1)
+            last = np.int32(intervals - 1)
+            table = cubic[c]
+            # Neighbouring rows often fall into one interval, and an addition has to wait for the one before: four tables in turn.
+            partial = np.zeros((4, intervals, 4), np.float32)
+            dx = width[c]
+            per_unit = f4(1.0) / dx
+            steepest = f4(0.0)
+            for d in range(d_gate):
+                steepest = max(steepest, abs(w_in[c, d]))
+            narrow = steepest * dx < NARROW_STEP
+            for r in range(rows):
+                t = (h[c, r] - low[c]) * per_unit
+                i = _interval(t, last)
+                t -= f4(np.int32(i))
+                g = to_gate[r]
+                to_h[c, r] = g * per_unit * ((f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1])
+                turn = np.uint64(r & 3)
+                partial[turn, i, 0] += g
+                partial[turn, i, 1] += g * t
+                partial[turn, i, 2] += g * t * t
+                partial[turn, i, 3] += g * t * t * t
+            to_table = partial[0] + partial[1] + partial[2] + partial[3]
+            to_value = np.zeros(intervals + 1, np.float32)
+            to_slope = np.zeros(intervals + 1, np.float32)
+            for k in range(intervals):
+                to_rise = f4(3.0) * to_table[k, 2] - f4(2.0) * to_table[k, 3]
+                to_value[k] += to_table[k, 0]
+                to_slope[k] += to_table[k, 1] - f4(2.0) * to_table[k, 2] + to_table[k, 3]
+                to_slope[k + 1] += to_table[k, 3] - to_table[k, 2]
+                if narrow:
+                    to_slope[k] += f4(0.5) * to_rise
+                    to_slope[k + 1] += f4(0.5) * to_rise
+                else:
+                    to_value[k] -= to_rise
+                    to_value[k + 1] += to_rise
+            total = f4(0.0)
+            for k in range(intervals + 1):
+                total += to_value[k]
+            to_b_out[c] = total
+            for d in range(d_gate):
+                step = w_in[c, d] * dx
+                start = w_in[c, d] * low[c] + b_in[c, d]
+                by_value = f4(0.0)
+                by_slope = f4(0.0)
+                shift = f4(0.0)
+                stretch = f4(0.0)
+                for k in range(intervals + 1):
+                    a = step * f4(k) + start
+                    P, density = _normal(a)
+                    derivative = P + a * density
+                    to_a = to_value[k] * derivative + to_slope[k] * step * density * (f4(2.0) - a * a)
+                    shift += to_a
+                    stretch += to_a * f4(k)
+                    by_slope += to_slope[k] * derivative
+                    by_value += to_value[k] * a * P
+                out = w_out[c, d]
+                to_b_in[c, d] = out * shift
+                to_w_in[c, d] = out * (shift * low[c] + (stretch + by_slope) * dx)
+                to_w_out[c, d] = by_value + by_slope * step
         if has_carried:
             for r in range(rows):
                 to_h[c, r] += to_carried[c, r] * mask[c, r]
-        to_value = np.zeros(intervals + 1, np.float32)
-        to_slope = np.zeros(intervals + 1, np.float32)
-        for k in range(intervals):
-            bend = f4(3.0) * to_table[k, 2] - f4(2.0) * to_table[k, 3]
-            to_value[k] += to_table[k, 0] - bend
-            to_value[k + 1] += bend
-            to_slope[k] += to_table[k, 1] - f4(2.0) * to_table[k, 2] + to_table[k, 3]
-            to_slope[k + 1] += to_table[k, 3] - to_table[k, 2]
-        total = f4(0.0)
-        for k in range(intervals + 1):
-            total += to_value[k]
-        to_b_out[c] = total
-        dx = width[c]
-        for d in range(d_gate):
-            step = w_in[c, d] * dx
-            start = w_in[c, d] * low[c] + b_in[c, d]
-            by_value = f4(0.0)
-            by_slope = f4(0.0)
-            shift = f4(0.0)
-            stretch = f4(0.0)
-            for k in range(intervals + 1):
-                a = step * f4(k) + start
-                P, density = _normal(a)
-                derivative = P + a * density
-                to_a = to_value[k] * derivative + to_slope[k] * step * density * (f4(2.0) - a * a)
-                shift += to_a
-                stretch += to_a * f4(k)
-                by_slope += to_slope[k] * derivative
-                by_value += to_value[k] * a * P
-            out = w_out[c, d]
-            to_b_in[c, d] = out * shift
-            to_w_in[c, d] = out * (shift * low[c] + (stretch + by_slope) * dx)
-            to_w_out[c, d] = by_value + by_slope * step
 
 
 ELEMENTS_PER_THREAD = 8_000

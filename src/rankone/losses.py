@@ -88,8 +88,6 @@ class StepContext:
     step: int
     progress: float
     """How much of training lies behind this step, from 0 to 1."""
-    exact: bool
-    """Whether everything is computed in plain torch, without the kernels of fast.py."""
     penalty: Penalty | None
     """The penalty that the kernels of fast.py computed along with the masks."""
     _gated: dict[str, Gated]
@@ -121,7 +119,7 @@ class StepContext:
                 if made is not None:
                     gated[name] = made
         raw = {n: gated[n].raw if n in gated else layer.importance(inner[n]) for n, layer in model.layers.items()}
-        return cls(model, batch, clean, inner, raw, divergence, seed, step, progress, exact, penalty, gated)
+        return cls(model, batch, clean, inner, raw, divergence, seed, step, progress, penalty, gated)
 
     @property
     def shares(self) -> Tensor | None:
@@ -138,6 +136,8 @@ class StepContext:
                 else make(raw, mask_key(self.seed, self.step, name, sample))
                 for name, raw in self.raw.items()
             }
+            for name, mask in self._masks[key].items():
+                self.model.check_mask(name, mask)
         return self._masks[key]
 
     def known_penalty(self, name: str, wanted: Penalty) -> Tensor | None:
@@ -169,9 +169,10 @@ class StepContext:
         Up to the first masked layer the pass is the clean one, and that layer's inner activations are the clean ones.
         """
         order = list(self.clean.inputs)
-        first = min(order.index(name) for name in routed)
+        first = min((order.index(name) for name in routed), default=len(order))
         known = {name: self.clean.outputs[name] for name in order[:first] if name in self.clean.outputs}
-        known[order[first]] = self._first_output(source, sample, order[first])
+        if routed and routed[order[first]] is self.masks(source, sample)[order[first]]:
+            known[order[first]] = self._first_output(source, sample, order[first])
         return known
 
     def _first_output(self, source: str, sample: int, name: str) -> Activation:

@@ -30,7 +30,8 @@ def uniform(key: int, like: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"
     C = like.shape[-1]
     counter = torch.arange(like.numel(), device=like.device).reshape(C, -1).T.reshape(like.shape)
     mixed = _mix((_mix(counter ^ (key & _32)) + (key >> 32)) & _32)
-    return (mixed >> 8).to(like.dtype) * 2.0**-24
+    wide = torch.promote_types(like.dtype, torch.float32)  # half precision cannot hold the integers
+    return ((mixed >> 8).to(wide) * 2.0**-24).to(like.dtype)
 
 
 _32 = 0xFFFFFFFF

@@ -300,14 +300,17 @@ class DecomposedModel(nn.Module):
             return forward
 
         for name, mask in masks.items():
-            if mask.shape[-1] != self.layer(name).C:
-                raise LayerError(
-                    f"The mask for layer {name!r} has {mask.shape[-1]} entries in its last dimension, but the layer "
-                    f"has C = {self.layer(name).C} subcomponents."
-                )
+            self.check_mask(name, mask)
         forwards: dict[str, Callable[..., Any]] = {n: replacement(self.layer(n), mask) for n, mask in masks.items()}
         forwards |= {name: (lambda *args, output=output, **kwargs: output) for name, output in (known or {}).items()}
         return self._run(run, forwards)
+
+    def check_mask(self, name: str, mask: Tensor) -> None:
+        if mask.shape[-1] != self.layer(name).C:
+            raise LayerError(
+                f"The mask for layer {name!r} has {mask.shape[-1]} entries in its last dimension, but the layer "
+                f"has C = {self.layer(name).C} subcomponents."
+            )
 
     def forward(self, batch: Batch) -> Tensor:
         """The target with every decomposed matrix replaced by the sum of its subcomponents."""

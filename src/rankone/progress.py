@@ -117,7 +117,7 @@ class SeedsDisplay:
         for one in runs:
             p = one.progress
             done = 1.0 if one.state == "done" else p.step / p.steps if p is not None else 0.0
-            text = self._plain(one)
+            text = escape(self._plain(one))
             if one.state == "done" and one.summary is not None:
                 text = VERDICTS[one.summary["recovered"]]
             table.add_row(f"seed {one.seed}", ProgressBar(total=1.0, completed=done, width=20), text)

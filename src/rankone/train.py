@@ -23,7 +23,8 @@ from rankone.checkpoint import fingerprint, load_sealed, save_sealed
 from rankone.config import DecompositionConfig, differences, learning_rate
 from rankone.data import Data, batches, to_device
 from rankone.errors import CheckpointError, RankoneError, TrainingError
-from rankone.factored import sharing
+from rankone.factored import keeping_constants, sharing
+from rankone.fast import kernels
 from rankone.importance import clipped
 from rankone.losses import Divergence, StepContext, divergence_named, faithfulness
 from rankone.metrics import l0
@@ -74,7 +75,8 @@ class Training:
         self.parameters = list(self.trained.values())
         self.divergence_name = described(divergence) if divergence is not None else config.divergence
         self.losses = {name: loss for name, loss in config.losses.items() if loss.coefficient > 0}
-        self.coefficients = torch.tensor([loss.coefficient for loss in self.losses.values()], device=model.device)
+        coefficients = [loss.coefficient for loss in self.losses.values()]
+        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device=model.device)
         self.optimizer = Adam(self.parameters)
         self.step = 0
         self.seconds = 0.0
@@ -98,6 +100,11 @@ class Training:
                 metrics.close()
         return Trained(self.history, self.seconds)
 
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether steps may use the compiled kernels of fast.py."""
+        return self.config.engine == "fast" and kernels() is not None
+
     @contextmanager
     def ready(self) -> Iterator[None]:
         """What should hold while steps are taken, for speed alone.
@@ -105,7 +112,7 @@ class Training:
         No gradients for the target, and no garbage collection of what was there before: a step leaves no cycles, and a
         collection that walks through all of torch's objects takes longer than many steps.
         """
-        with frozen(self.model.target):
+        with frozen(self.model.target), keeping_constants():
             gc.collect()
             gc.freeze()
             try:
@@ -222,6 +229,7 @@ class Training:
             "divergence": self.divergence_name,
             "output": described(self.model.output),
             "threads": torch.get_num_threads(),
+            "kernels": self.uses_kernels,
             "target": self.target_fingerprint,
             "C": {name: layer.C for name, layer in self.model.layers.items()},
             "config": self.config.model_dump(mode="json"),
@@ -243,6 +251,12 @@ class Training:
             earlier = f"resume from {found[-2].name}" if len(found) > 1 else "start again from step 0"
             raise CheckpointError(f"{error} Delete that file to {earlier}.") from None
         self._check_same(found[-1], meta)
+        if meta["kernels"] != self.uses_kernels:
+            had, has = ("with", "without") if meta["kernels"] else ("without", "with")
+            raise CheckpointError(
+                f"{found[-1]} was written {had} numba's compiled kernels, and this process is {has} them: the result would be of "
+                "neither. Resume in an environment like the first, or start again in another directory."
+            )
         if meta["threads"] != torch.get_num_threads():
             # The order of summation, and with it the last bit, depends on the number of threads.
             torch.set_num_threads(meta["threads"])
@@ -343,7 +357,9 @@ class Adam:
 def _set_gradients(parameters: list[torch.nn.Parameter], loss: Tensor) -> None:
     """Gradients for our parameters only: `backward()` would also fill the target's `.grad`."""
     for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-        p.grad = gradient.contiguous() if gradient is not None else None  # the fused optimiser walks through memory
+        if gradient is not None and gradient.stride() != p.stride():  # the fused optimiser walks through memory
+            gradient = torch.empty_like(p).copy_(gradient)
+        p.grad = gradient
 
 
 def _clear_gradients(parameters: list[torch.nn.Parameter]) -> None:

@@ -1,16 +1,18 @@
 """Several seeds of one run, as many at a time as the cores carry, each in a process and a directory of its own.
 
 Each seed's result is, to the bit, that of `rankone run --seed N`: nothing is shared between them. Processes are used rather than
-a batched dimension because a run with one thread keeps its core busy, and because a seed that fails or is killed then
-takes no other with it.
+a batched dimension because a run with one thread keeps its core busy, and because a seed that fails takes no
+other with it.
 """
 
 import multiprocessing
 import os
 import queue
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -74,20 +76,21 @@ def run_seeds(
         nonlocal stopped
         stopped = signum
         for process in working.values():
-            if process.pid is not None and process.is_alive() and signum == signal.SIGTERM:
-                os.kill(
-                    process.pid, signum
-                )  # Ctrl-C reaches the children by itself: a terminal signals its whole group
+            process.terminate()  # training saves its state on SIGTERM; before and after training there is nothing to save
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
     try:
         while (waiting and not stopped) or working:
             while waiting and not stopped and len(working) < jobs:
                 one = waiting.pop(0)
                 one.state = "running"
                 process = spawn.Process(target=_work, args=(one.config, one.out, resume, reports))
-                process.start()
+                with _ignoring_interrupts(in_main):
+                    process.start()
                 working[one.seed] = process
+                if stopped:
+                    process.terminate()
             _listen(reports, by_seed)
             for seed, process in list(working.items()):
                 if process.is_alive():
@@ -106,6 +109,19 @@ def run_seeds(
             process.terminate()
             process.join()
     return stopped
+
+
+@contextmanager
+def _ignoring_interrupts(possible: bool) -> Iterator[None]:
+    """A child that starts now ignores Ctrl-C, which a terminal sends to all: this process tells its children when to stop."""
+    if not possible:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _listen(reports: Any, by_seed: dict[int, SeedRun]) -> None:
@@ -128,17 +144,22 @@ def _listen(reports: Any, by_seed: dict[int, SeedRun]) -> None:
 
 def _work(config: ExperimentConfig, out: Path, resume: bool, reports: Any) -> None:
     """One seed, in its own process."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # out of reach of a terminal's Ctrl-C: a second signal would cut the saving short
     last = 0.0
+    parent = multiprocessing.parent_process()
 
     def observer(progress: Progress) -> None:
         nonlocal last
         if time.monotonic() - last > 0.5 or progress.step == progress.steps:
             last = time.monotonic()
+            if parent is not None and not parent.is_alive():
+                os.kill(os.getpid(), signal.SIGTERM)  # nobody is left to read the result: save and stop
             reports.put((config.seed, "progress", progress))
 
     try:
         reports.put((config.seed, "done", run(config, out, resume=resume, observer=observer)))
-    except (Interrupted, KeyboardInterrupt) as stop:
-        reports.put((config.seed, "interrupted", str(stop)))
+    except Interrupted as stop:
+        reports.put((config.seed, "interrupted", f"saved at step {stop.step}"))
     except (RankoneError, OSError) as error:
         reports.put((config.seed, "failed", str(error)))
