@@ -32,7 +32,7 @@ from rankone.data import generator_for
 
 MS_PER_TURN = 500.0
 """How long an engine keeps its turn: long enough to run as in training, short enough that all see the same machine."""
-SECONDS_PER_RUN = 20.0
+SECONDS_PER_RUN = 15.0
 """About how long the three take turns, per run; the literal step is taken at least three times."""
 
 

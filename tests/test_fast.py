@@ -99,7 +99,7 @@ def test_a_second_derivative_is_refused_not_zero():
     h = torch.randn(200, 3, requires_grad=True)
     made = fast.gated(gate(3, 4), h, KEY)
     assert made is not None
-    with pytest.raises(RankoneError, match="no second derivatives .* engine='exact'"):
+    with pytest.raises(RankoneError, match=r"no second derivatives .* engine='exact'"):
         torch.autograd.grad(made.raw.sum(), h, create_graph=True)
 
 
