@@ -95,7 +95,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
                     continue
                 label = f"{'exact engine' if exact else words}, exponent {series['exponents'][key]:.2f}".strip(", ")
                 values = [p[key] for p in series["points"]]
-                axes[row, column].loglog(series["sizes"], values, "o-", label=label, **({"color": shade} | style))
+                axes[row, column].loglog(series["sizes"], values, marker="o", label=label, **({"color": shade} | style))
         for row in (0, 1):
             axis = axes[row, column]
             axis.set_xticks(DOUBLED[doubled], [str(n) for n in DOUBLED[doubled]])
