@@ -89,7 +89,7 @@ def where_it_goes(run: runs.Run) -> dict[str, float]:
         spent = event.self_cpu_time_total / 1000 / steps
         if event.key in ("aten::mm", "aten::addmm", "aten::bmm"):
             kinds["matrix products"] += spent
-        elif event.key.startswith("_GateAndMask"):
+        elif event.key.startswith("_GatesAndMasks"):
             kinds["gates and masks"] += spent
         elif "adam" in event.key.lower():
             kinds["optimiser"] += spent

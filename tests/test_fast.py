@@ -35,6 +35,12 @@ def gate(C: int, d_gate: int, scale: float = 1.0):
     return function
 
 
+def gated(function, h, penalty=None, shares=None):
+    """One layer's gates by the kernels, and its penalty."""
+    made, total = fast.gated({"layer": fast.Gate(function, h, KEY)}, penalty, shares)
+    return made["layer"], total
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
 
@@ -52,19 +58,18 @@ def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p):
     shares = torch.rand(300)
     shares /= shares.sum()
     eps = 1e-3 if p < 1 else 0.0
-    made = fast.gated(quick, h, KEY, fast.Penalty(p, eps), shares)
-    assert made is not None
+    made, paid = gated(quick, h, fast.Penalty(p, eps), shares)
     raw = exact(H)
     g = lower_leaky(raw)
     mask = g + (1 - g) * uniform(KEY, raw)
     penalty = (upper_leaky(raw) + eps).pow(p).sum(-1) @ shares.double()
     literal = (raw, mask, mask * H, penalty)
-    for ours, theirs in zip(made, literal, strict=True):
+    for ours, theirs in zip((*made, paid), literal, strict=True):
         assert relative(ours, theirs) < 1e-4
     # Gradients are compared away from the kinks, where an error of rounding chooses another slope.
     smooth = ((raw.abs() > 1e-3) & ((raw - 1).abs() > 1e-3)).detach()
     by = [torch.randn(300, 7) * smooth for _ in range(3)]
-    total = sum((t * w).sum() for t, w in zip(made, by, strict=False)) + 10 * made.penalty
+    total = sum((t * w).sum() for t, w in zip(made, by, strict=False)) + 10 * paid
     expected = sum((t * w.double()).sum() for t, w in zip(literal, by, strict=False)) + 10 * penalty
     ours = torch.autograd.grad(total, [h, *quick.parameters()])
     theirs = torch.autograd.grad(expected, [H, *exact.parameters()])
@@ -84,8 +89,7 @@ def test_activations_that_interpolation_finds_hard(h):
     quick, exact = gate(4, 16, 30.0 if h == "steep" else 1.0), gate(4, 16, 30.0 if h == "steep" else 1.0).double()
     x.requires_grad_()
     X = x.detach().double().requires_grad_()
-    made = fast.gated(quick, x, KEY)
-    assert made is not None
+    made, _ = gated(quick, x)
     weight = torch.randn(500, 4)
     ours = torch.autograd.grad((made.raw * weight).sum(), [x, *quick.parameters()])
     raw = exact(X)
@@ -97,8 +101,7 @@ def test_activations_that_interpolation_finds_hard(h):
 
 def test_a_second_derivative_is_refused_not_zero():
     h = torch.randn(200, 3, requires_grad=True)
-    made = fast.gated(gate(3, 4), h, KEY)
-    assert made is not None
+    made, _ = gated(gate(3, 4), h)
     with pytest.raises(RankoneError, match=r"no second derivatives .* engine='exact'"):
         torch.autograd.grad(made.raw.sum(), h, create_graph=True)
 
@@ -132,8 +135,7 @@ def test_weights_in_half_precision():
 
 
 def test_the_kernels_draw_the_same_numbers_as_torch():
-    made = fast.gated(gate(5, 3), torch.randn(100, 5), KEY)
-    assert made is not None
+    made, _ = gated(gate(5, 3), torch.randn(100, 5))
     g = lower_leaky(made.raw.detach())
     torch.testing.assert_close(made.mask.detach(), g + (1 - g) * uniform(KEY, g))
 
@@ -159,9 +161,8 @@ def test_results_do_not_depend_on_the_number_of_threads():
     for threads in (1, 2):
         torch.set_num_threads(threads)
         function, x = gate(40, 16), h.clone().requires_grad_()
-        made = fast.gated(function, x, KEY, fast.Penalty(1.0, 0.0))
-        assert made is not None
-        total = (made.carried * weight + made.mask).sum() + made.penalty
+        made, paid = gated(function, x, fast.Penalty(1.0, 0.0))
+        total = (made.carried * weight + made.mask).sum() + paid
         found.append([*made, *torch.autograd.grad(total, [x, *function.parameters()])])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -172,17 +173,15 @@ def test_senseless_activations_give_senseless_importances_and_no_crash(value):
     h[17, 1] = value
     h.requires_grad_()
     function = gate(3, 4)
-    made = fast.gated(function, h, KEY, fast.Penalty(2.0, 0.0))
-    assert made is not None
-    (made.carried.sum() + made.penalty).backward()
+    made, paid = gated(function, h, fast.Penalty(2.0, 0.0))
+    (made.carried.sum() + paid).backward()
     assert torch.isfinite(made.raw[:, [0, 2]]).all()
     if not np.isfinite(value):
-        assert not torch.isfinite(made.penalty)
+        assert not torch.isfinite(paid)
 
 
 def test_a_constant_inner_activation():
-    made = fast.gated(function := gate(3, 4), h := torch.full((200, 3), 0.7, requires_grad=True), KEY)
-    assert made is not None
+    made, _ = gated(function := gate(3, 4), h := torch.full((200, 3), 0.7, requires_grad=True))
     torch.testing.assert_close(made.raw, function(h))
     made.carried.sum().backward()
     assert torch.isfinite(h.grad).all()
@@ -222,7 +221,23 @@ def test_other_importance_functions_and_more_samples_take_the_plain_way(kind):
 def test_where_the_kernels_do_not_apply(case):
     rows = 10 if case == "few rows" else 200
     h = torch.randn(rows, 3, dtype=torch.float64 if case == "double precision" else torch.float32)
-    assert fast.gated(gate(3, 4).to(h.dtype), h, KEY) is None
+    assert fast.gated({"layer": fast.Gate(gate(3, 4).to(h.dtype), h, KEY)}) == ({}, None)
+
+
+def test_layers_with_and_without_kernels_together():
+    """Each layer gets its own answer, and the penalty is of those that got one."""
+    torch.manual_seed(0)
+    penalty = fast.Penalty(1.0, 0.0)
+    few, many = torch.randn(10, 3), torch.randn(200, 3)
+    longer = torch.randn(4, 100, 5)
+    gates = {"few": (gate(3, 4), few), "many": (gate(3, 4), many), "longer": (gate(5, 4), longer)}
+    made, total = fast.gated({name: fast.Gate(f, h, KEY) for name, (f, h) in gates.items()}, penalty)
+    assert list(made) == ["many", "longer"]
+    assert made["longer"].mask.shape == longer.shape
+    alone = {name: gated(f, h, penalty) for name, (f, h) in gates.items() if name in made}
+    for name, (single, _) in alone.items():
+        assert all(torch.equal(a, b) for a, b in zip(made[name], single, strict=True))
+    assert total.item() == pytest.approx(sum(paid.item() for _, paid in alone.values()))
 
 
 def test_without_numba_there_is_one_notice_and_the_same_result(monkeypatch):

@@ -16,7 +16,6 @@ A module type of your own takes a dozen lines:
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -93,8 +92,7 @@ class LinearAdapter(Adapter):
         return x.read(V) if isinstance(x, Factored) else rows_times(x, V)
 
     def write(self, module: nn.Module, z: Tensor, U: Tensor) -> Activation:
-        # Like any layer's output: a tensor of its own, in the usual order in memory.
-        out = rows_times(z, U).clone(memory_format=torch.contiguous_format)
+        out = rows_times(z, U, rows_first=True)
         bias = _bias(module)
         return out if bias is None else out + bias.to(out.dtype)
 

@@ -94,6 +94,18 @@ class Factored:
         assert out is not None
         return out
 
+    def applied(self, W: Float[Tensor, "n d"]) -> Float[Tensor, "*lead n"]:
+        """`self @ W.T` as a linear layer returns it: a tensor of its own, in the usual order in memory."""
+        if not self._factors_pay(W.shape[0]):
+            return rows_times(self._formed(), W, rows_first=True)
+        *before, (c, D) = self.terms
+        last = rows_times(c, _product(W, D), rows_first=True)
+        if not before:
+            return last
+        key = (_key(W), *(_key(t) for term in before for t in term))
+        operands = (W, *(t for term in before for t in term))
+        return last + _once(("applied", key), operands, lambda: Factored(*before).applied(W))
+
     def _factors_pay(self, n: int) -> bool:
         """Whether multiplying the small matrices first takes fewer multiplications than forming the activation."""
         *lead, d = self.shape
@@ -127,8 +139,7 @@ class Factored:
         if func is F.linear and isinstance(stream := (*args, None)[0], Factored):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            # Like any layer's output: a tensor of its own, in the usual order in memory.
-            out = stream.read(weight).clone(memory_format=torch.contiguous_format)
+            out = stream.applied(weight)
             return out if bias is None else out + bias
         return func(*tree_map(dense, args), **tree_map(dense, dict(kwargs)))
 
@@ -169,21 +180,35 @@ def dense(x: Any) -> Any:
     return x.dense() if isinstance(x, Factored) else x
 
 
+WIDE = 24
+"""Columns from which on it is cheaper to make a product with rows first than to turn it round afterwards."""
 SMALL = 1_000_000
 """Multiplications below which it costs more to call a function of our own than a gradient in the wrong orientation does."""
 
 
-class _RowsTimes(torch.autograd.Function):
-    """x @ W.T for datapoints in the rows of x, stored the other way round, as W @ x.T.
+def _by_bands(A: Float[Tensor, "n k"], B: Float[Tensor, "k rows"]) -> Float[Tensor, "n rows"]:
+    """`A @ B`, each thread making a band of its own out of the n.
 
-    Matrix libraries are several times slower when the narrow side of a product is the one that is contiguous in memory, so the
-    gradient of W is made in the orientation that avoids this, which torch's own formula does not.
+    Left to itself, MKL lets all threads write to every one of few long rows, and is two to four times slower.
+    """
+    threads = torch.get_num_threads()
+    bands = next((g for g in range(min(threads, A.shape[0]), 1, -1) if A.shape[0] % g == 0), 1)
+    if bands == 1 or A.device.type != "cpu":
+        return A @ B
+    return torch.bmm(A.unflatten(0, (bands, -1)), B.expand(bands, *B.shape)).flatten(0, 1)
+
+
+class _RowsTimes(torch.autograd.Function):
+    """x @ W.T for datapoints in the rows of x, with every product in the orientation that suits the order of what it is made of.
+
+    Matrix libraries are several times slower when the narrow side of a product is the one that is contiguous in memory, and
+    whatever combines two arrays of different orders is slow as well; torch's own formulas mind neither.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, W: Tensor, rows_first: bool) -> Tensor:
         ctx.save_for_backward(x, W)
-        return (W @ x.T).T
+        return x @ W.T if rows_first else _by_bands(W, x.T).T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -191,25 +216,39 @@ class _RowsTimes(torch.autograd.Function):
         (grad,) = grads
         to_x = to_W = None
         if ctx.needs_input_grad[0]:
-            to_x = (W.T @ grad.T).T
+            to_x = grad @ W if x.is_contiguous() and x.shape[1] >= WIDE else _by_bands(W.T, grad.T).T
         if ctx.needs_input_grad[1]:
             to_W = grad.T @ x if W.shape[0] < W.shape[1] else (x.T @ grad).T
-        return to_x, to_W
+        return to_x, to_W, None
 
 
-def rows_times(x: Float[Tensor, "*lead d"], W: Float[Tensor, "n d"]) -> Float[Tensor, "*lead n"]:
-    """`x @ W.T`, stored with the n outputs first: whoever then walks along one output reads memory in order."""
+def rows_times(
+    x: Float[Tensor, "*lead d"], W: Float[Tensor, "n d"], *, rows_first: bool = False
+) -> Float[Tensor, "*lead n"]:
+    """`x @ W.T`, stored with the n outputs first: whoever then walks along one output reads memory in order.
+
+    With `rows_first` it is in torch's usual order, as users expect of a layer's output.
+    """
     if torch.is_autocast_enabled(x.device.type):
         return F.linear(x, W)
     if x.dim() != 2:
-        return rows_times(x.reshape(-1, x.shape[-1]), W).reshape(*x.shape[:-1], W.shape[0])
-    return (W @ x.T).T if x.numel() * W.shape[0] < SMALL else _RowsTimes.apply(x, W)
+        return rows_times(x.reshape(-1, x.shape[-1]), W, rows_first=rows_first).reshape(*x.shape[:-1], W.shape[0])
+    if x.numel() * W.shape[0] < SMALL:
+        out = (W @ x.T).T
+    elif rows_first and W.shape[0] >= WIDE:
+        return _RowsTimes.apply(x, W, True)
+    else:
+        out = _RowsTimes.apply(x, W, False)
+    return out.clone(memory_format=torch.contiguous_format) if rows_first else out
 
 
 def _add_term(out: Tensor | None, c: Tensor, W: Tensor, D: Tensor) -> Float[Tensor, "*lead n"]:
-    product = _once((_key(W), _key(D)), (W, D), lambda: W @ D)
-    made = rows_times(c, product)
+    made = rows_times(c, _product(W, D))
     return made if out is None else out + made
+
+
+def _product(W: Tensor, D: Tensor) -> Tensor:
+    return _once((_key(W), _key(D)), (W, D), lambda: W @ D)
 
 
 Known = dict[tuple[Any, ...], tuple[Any, Tensor, int]]

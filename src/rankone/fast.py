@@ -1,12 +1,13 @@
 """The bridge between torch and the compiled kernels: autograd functions, and when they apply.
 
-`gated` is the fast way to what importance.py, masks.py and losses.py define in plain torch. It returns None where it does not
+`gated` is the fast way to what importance.py, masks.py and losses.py define in plain torch. It leaves out the layers to which it does not
 apply (another importance function, another device or precision, very few rows, no numba), and the caller then takes the
 plain way. The random numbers of masks are the same on both.
 """
 
 import os
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -75,8 +76,6 @@ class Gated(NamedTuple):
     """The stochastic mask of the first sample."""
     carried: Tensor
     """The masked inner activations: mask * h."""
-    penalty: Tensor
-    """A scalar: the mean over datapoints of the sum over subcomponents of (upper_leaky(raw) + eps)^p."""
 
 
 class Penalty(NamedTuple):
@@ -86,31 +85,52 @@ class Penalty(NamedTuple):
     eps: float
 
 
-def gated(
-    importance: ImportanceFunction,
-    h: Float[Tensor, "*lead C"],
-    key: int,
-    penalty: Penalty | None = None,
-    shares: Float[Tensor, " rows"] | None = None,
-) -> Gated | None:
-    """What interpolated gates say, with the stochastic mask drawn with `key`; None where that does not apply.
+class Gate(NamedTuple):
+    """One layer's importance function, what it is asked about, and the key of its mask's random numbers."""
 
-    `shares` says how much each row counts in the penalty; they sum to 1.
+    importance: ImportanceFunction
+    h: Float[Tensor, "*lead C"]
+    key: int
+
+
+def gated(
+    gates: Mapping[str, Gate], penalty: Penalty | None = None, shares: Float[Tensor, " rows"] | None = None
+) -> tuple[dict[str, Gated], Float[Tensor, ""] | None]:
+    """What interpolated gates say, for those layers to which that applies; and the penalty of those layers together.
+
+    The penalty is the mean over datapoints of the sum over subcomponents of (upper_leaky(raw) + eps)^p; None if none is asked for.
+    `shares` says how much each row counts in it; they sum to 1.
     """
+    chosen = {name: gate for name, gate in gates.items() if _applies(gate, shares)}
+    if not chosen:
+        return {}, None
+    given: list[Tensor] = []
+    for importance, h, _ in chosen.values():
+        assert isinstance(importance, MLPImportance)
+        flat = h if h.dim() == 2 else h.reshape(-1, h.shape[-1])
+        given += (flat, importance.w_in, importance.b_in, importance.w_out, importance.b_out)
+    keys = [gate.key for gate in chosen.values()]
+    # One function for all layers: in a small network, calling it costs as much as what it computes.
+    total, *made = _GatesAndMasks.apply(keys, penalty or Penalty(0.0, 0.0), shares, *given)
+    said: dict[str, Gated] = {}
+    for i, (name, (_, h, _)) in enumerate(chosen.items()):
+        wide = made[3 * i : 3 * i + 3]
+        said[name] = Gated(*wide) if h.dim() == 2 else Gated(*(t.reshape(h.shape) for t in wide))
+    return said, None if penalty is None else total
+
+
+def _applies(gate: Gate, shares: Tensor | None) -> bool:
+    importance, h, _ = gate
     rows = h.numel() // h.shape[-1]
-    applies = h.device.type == "cpu" and h.dtype == torch.float32 and rows >= FEWEST_ROWS
-    hooked = bool(importance._forward_hooks or importance._forward_pre_hooks)
-    if type(importance) is not MLPImportance or hooked or not applies or kernels() is None:
-        return None
-    if shares is not None and shares.shape[0] != rows:
-        return None
-    settings = penalty or Penalty(0.0, 0.0)
-    flat = h if h.dim() == 2 else h.reshape(rows, h.shape[-1])
-    gate = importance.w_in, importance.b_in, importance.w_out, importance.b_out
-    raw, mask, carried, total = _GateAndMask.apply(flat, *gate, key, settings, shares)
-    if h.dim() == 2:
-        return Gated(raw, mask, carried, total)
-    return Gated(raw.reshape(h.shape), mask.reshape(h.shape), carried.reshape(h.shape), total)
+    return (
+        type(importance) is MLPImportance
+        and h.device.type == "cpu"
+        and h.dtype == torch.float32
+        and rows >= FEWEST_ROWS
+        and (shares is None or shares.shape[0] == rows)
+        and not (importance._forward_hooks or importance._forward_pre_hooks)
+        and kernels() is not None
+    )
 
 
 def _kernels_for(elements: int) -> Any:
@@ -124,47 +144,37 @@ def _columns(t: Tensor) -> Any:
     return t.detach().T.contiguous().numpy()
 
 
-class _GateAndMask(torch.autograd.Function):
-    """Inner activations `[rows, C]` -> raw importances, masks, masked inner activations, and the penalty.
+class _GatesAndMasks(torch.autograd.Function):
+    """Inner activations `[rows, C]` and gates of some layers -> the penalty; then raw importances, masks, masked inner activations of each.
 
     numpy views are kept for the way back, not tensors: nothing here may be changed in place before then, and nothing is.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        h: Tensor,
-        w_in: Tensor,
-        b_in: Tensor,
-        w_out: Tensor,
-        b_out: Tensor,
-        key: int,
-        penalty: Penalty,
-        shares: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows, C = h.shape
-        compiled = _kernels_for(rows * C)
-        raw, mask, carried = (h.new_empty(C, rows) for _ in range(3))
-        gate = tuple(w.detach().numpy() for w in (w_in, b_in, w_out, b_out))
-        table = (
-            *(np.empty(C, kind) for kind in (np.float32, np.float32, np.int32)),
-            np.empty((C, compiled.MOST_INTERVALS, 4), np.float32),
-        )
-        share = np.full(rows, 1 / rows, np.float32) if shares is None else shares.float().contiguous().numpy()
-        chosen = (
-            np.uint32(key & 0xFFFFFFFF),
-            np.uint32(key >> 32),
-            share,
-            np.float32(penalty.p),
-            np.float32(penalty.eps),
-        )
-        given = _columns(h)
-        made = raw.numpy(), mask.numpy()
-        totals = np.empty(C, np.float32)
-        compiled.gate_forward(given, *gate, *chosen, *made, carried.numpy(), totals, *table)
-        ctx.known = (given, *gate[:3], *chosen, *made, *table)
+    def forward(ctx: Any, keys: list[int], penalty: Penalty, shares: Tensor | None, *given: Tensor) -> Any:
+        share = None if shares is None else shares.float().contiguous().numpy()
+        p, eps = np.float32(penalty.p), np.float32(penalty.eps)
+        ctx.known = []
+        made: list[Tensor] = []
+        total = 0.0
+        for i, key in enumerate(keys):
+            h, *parameters = given[5 * i : 5 * i + 5]
+            rows, C = h.shape
+            compiled = _kernels_for(rows * C)
+            wide = [h.new_empty(C, rows) for _ in range(3)]
+            raw, mask, carried = (t.numpy() for t in wide)
+            gate = [w.detach().numpy() for w in parameters]
+            kept = np.empty((C, rows), np.float32), *np.empty((2, C), np.float32), np.empty(C, np.int32)
+            counts = np.full(rows, 1 / rows, np.float32) if share is None else share
+            chosen = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), counts, p, eps
+            columns = _columns(h)
+            penalties = np.empty(C, np.float32)
+            compiled.gate_forward(columns, *gate, *chosen, raw, mask, carried, penalties, *kept)
+            ctx.known.append((columns, *gate[:3], *chosen, raw, mask, *kept))
+            made += [t.T for t in wide]
+            total += float(penalties.sum(dtype=np.float64))
         ctx.set_materialize_grads(False)
-        return raw.T, mask.T, carried.T, torch.tensor(totals.sum(dtype=np.float64), dtype=torch.float32)
+        return torch.tensor(total, dtype=torch.float32), *made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -172,13 +182,16 @@ class _GateAndMask(torch.autograd.Function):
             raise TrainingError(
                 "The compiled kernels have no second derivatives (create_graph=True asks for them). Set engine='exact' in the config."
             )
-        h, w_in, *_ = ctx.known
-        C, rows = h.shape
-        compiled = _kernels_for(rows * C)
-        to_h = torch.empty(C, rows)
-        to_gate = [torch.empty(w_in.shape) for _ in range(3)] + [torch.empty(C)]
-        *wide, to_penalty = grads
-        given = [x for g in wide for x in ((False, h) if g is None else (True, _columns(g)))]
+        to_penalty, *to_made = grads
         scale = np.float32(0 if to_penalty is None else to_penalty.item())
-        compiled.gate_backward(*ctx.known, *given, scale, to_h.numpy(), *(t.numpy() for t in to_gate))
-        return to_h.T, *to_gate, None, None, None
+        back: list[Tensor | None] = [None, None, None]
+        for i, known in enumerate(ctx.known):
+            h, w_in, *_ = known
+            C, rows = h.shape
+            compiled = _kernels_for(rows * C)
+            to_h = torch.empty(C, rows)
+            to_gate = [torch.empty(w_in.shape) for _ in range(3)] + [torch.empty(C)]
+            wide = [x for g in to_made[3 * i : 3 * i + 3] for x in ((False, h) if g is None else (True, _columns(g)))]
+            compiled.gate_backward(*known, *wide, scale, to_h.numpy(), *(t.numpy() for t in to_gate))
+            back += (to_h.T, *to_gate)
+        return tuple(back)

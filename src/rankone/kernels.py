@@ -119,13 +119,13 @@ def _squashed_slope(x: Any) -> Any:
 @_kernel
 def gate_forward(
     h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any,
-    raw: Any, mask: Any, carried: Any, penalty: Any, low: Any, width: Any, nodes: Any, cubic: Any,
+    raw: Any, mask: Any, carried: Any, penalty: Any, slopes: Any, low: Any, width: Any, nodes: Any,
 ) -> None:  # fmt: skip
     """Raw importances, stochastic masks and masked inner activations, all `[C, rows]`, from inner activations h.
 
     `penalty[c]` becomes the sum over rows of shares * (upper_leaky(raw) + eps)^p. Also fills in what the way back needs:
-    where each subcomponent's nodes begin (`low`), how far apart they are (`width`), how many there are (`nodes`; 0 where none are used),
-    and the cubic on each interval (`cubic`, `[C, MOST_INTERVALS, 4]`, constant term first).
+    the slope of the gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart they are (`width`) and
+    how many there are (`nodes`; 0 where none are used, and then there are no slopes either).
     """
     C, rows = h.shape
     d_gate = w_in.shape[1]
@@ -165,7 +165,7 @@ def gate_forward(
                     P, density = _normal(a)
                     value[k] += out * a * P
                     slope[k] += out * step * (P + a * density)
-            table = cubic[c]
+            table = np.empty((intervals, 4), np.float32)  # the cubic on each interval, constant term first
             narrow = steepest * dx < NARROW_STEP
             for k in range(intervals):
                 rise = f4(0.5) * (slope[k] + slope[k + 1]) if narrow else value[k + 1] - value[k]
@@ -179,6 +179,7 @@ def gate_forward(
                 i = _interval(t, last)
                 t -= f4(np.int32(i))
                 raw[c, r] = ((table[i, 3] * t + table[i, 2]) * t + table[i, 1]) * t + table[i, 0]
+                slopes[c, r] = per_unit * ((f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1])
         first = u4(c * rows)
         for r in range(rows):
             u = _uniform(u4(first + r), key0, key1)
@@ -204,7 +205,7 @@ def gate_forward(
 @_kernel
 def gate_backward(
     h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any, raw: Any, mask: Any,
-    low: Any, width: Any, nodes: Any, cubic: Any,
+    slopes: Any, low: Any, width: Any, nodes: Any,
     has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_carried: bool, to_carried: Any, to_penalty: Any,
     to_h: Any, to_w_in: Any, to_b_in: Any, to_w_out: Any, to_b_out: Any,
 ) -> None:  # fmt: skip
@@ -264,21 +265,28 @@ def gate_backward(
         else:
             intervals = nodes[c] - np.int32(1)
             last = np.int32(intervals - 1)
-            table = cubic[c]
-            # Neighbouring rows often fall into one interval, and an addition has to wait for the one before: four tables in turn.
-            partial = np.zeros((4, intervals, 4), np.float32)
             dx = width[c]
             per_unit = f4(1.0) / dx
             steepest = f4(0.0)
             for d in range(d_gate):
                 steepest = max(steepest, abs(w_in[c, d]))
             narrow = steepest * dx < NARROW_STEP
+            smallest = low[c]
+            place = np.empty(rows, np.float32)
+            which = np.empty(rows, np.int32)
             for r in range(rows):
-                t = (h[c, r] - low[c]) * per_unit
-                i = _interval(t, last)
-                t -= f4(np.int32(i))
+                to_h[c, r] = to_gate[r] * slopes[c, r]
+                t = (h[c, r] - smallest) * per_unit
+                i = np.int32(_interval(t, last))
+                which[r] = i
+                place[r] = t - f4(i)
+            # Neighbouring rows often fall into one interval, and an addition has to wait for the one before: four tables in turn.
+            # Nothing else is written in this loop, or the compiler could not add to the four sums of an interval at once.
+            partial = np.zeros((4, intervals, 4), np.float32)
+            for r in range(rows):
+                i = np.uint64(which[r])
+                t = place[r]
                 g = to_gate[r]
-                to_h[c, r] = g * per_unit * ((f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1])
                 turn = np.uint64(r & 3)
                 partial[turn, i, 0] += g
                 partial[turn, i, 1] += g * t

@@ -8,6 +8,7 @@ under two routings, and both use the same mask samples, as in Algorithm 1.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +23,7 @@ from rankone import fast
 from rankone.data import Batch, seed_for, shares_of
 from rankone.errors import BatchError, ConfigError, near_matches
 from rankone.factored import Activation
-from rankone.fast import Gated, Penalty
+from rankone.fast import Gate, Gated, Penalty
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, Masks, source_named
 from rankone.model import CleanPass, DecomposedModel
@@ -88,9 +89,11 @@ class StepContext:
     step: int
     progress: float
     """How much of training lies behind this step, from 0 to 1."""
-    penalty: Penalty | None
-    """The penalty that the kernels of fast.py computed along with the masks."""
+    _penalty: Penalty | None
+    _penalized: Tensor | None
+    """The penalty of the layers in `_gated`, computed along with them."""
     _gated: dict[str, Gated]
+    """What the kernels of fast.py said, for the layers they apply to."""
     _scaled_target: tuple[Tensor, Tensor] | None = None
     _masks: dict[tuple[str, int], Masks] = field(default_factory=dict)
     _written: dict[tuple[str, int, str], Activation] = field(default_factory=dict)
@@ -111,15 +114,15 @@ class StepContext:
         clean = model.clean(batch)
         inner = model.inner(clean)
         gated: dict[str, Gated] = {}
+        penalized: Tensor | None = None
         if not exact:
-            for name, layer in model.layers.items():
-                made = fast.gated(
-                    layer.importance, inner[name], mask_key(seed, step, name, 0), penalty, shares_of(batch)
-                )
-                if made is not None:
-                    gated[name] = made
+            gates = {
+                name: Gate(layer.importance, inner[name], mask_key(seed, step, name, 0))
+                for name, layer in model.layers.items()
+            }
+            gated, penalized = fast.gated(gates, penalty, shares_of(batch))
         raw = {n: gated[n].raw if n in gated else layer.importance(inner[n]) for n, layer in model.layers.items()}
-        return cls(model, batch, clean, inner, raw, divergence, seed, step, progress, penalty, gated)
+        return cls(model, batch, clean, inner, raw, divergence, seed, step, progress, penalty, penalized, gated)
 
     @property
     def shares(self) -> Tensor | None:
@@ -140,9 +143,14 @@ class StepContext:
                 self.model.check_mask(name, mask)
         return self._masks[key]
 
-    def known_penalty(self, name: str, wanted: Penalty) -> Tensor | None:
-        """A layer's mean penalty, if it was computed along with its masks."""
-        return self._gated[name].penalty if name in self._gated and self.penalty == wanted else None
+    def penalized(self, wanted: Penalty) -> Float[Tensor, ""]:
+        """The penalty on importances, summed over all layers: what was computed along with the masks, and the rest."""
+        known = self._penalized if self._penalty == wanted else None
+        terms = [] if known is None else [known]
+        for name, raw in self.raw.items():
+            if known is None or name not in self._gated:
+                terms.append(mean_over_data(_penalty_of(raw, wanted), self.shares))
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
     def distance(self, output: Tensor) -> Float[Tensor, ""]:
         """How far an output is from the clean one, averaged over the data."""
@@ -155,6 +163,7 @@ class StepContext:
             mean_over_data(self.clean.output, self.shares)  # raises where rows and weights do not fit
             per_row = self.clean.output.numel() // self.clean.output.shape[0]
             scale = (self.shares.to(output.dtype) / per_row).sqrt().reshape(-1, *[1] * (output.dim() - 1))
+            scale = torch.empty_like(output).copy_(scale)  # in full: broadcasting is slower than reading it
             self._scaled_target = scale, scale * self.clean.output
         scale, target = self._scaled_target
         return F.mse_loss(scale * output, target, reduction="sum")
@@ -185,6 +194,14 @@ class StepContext:
         if name in self.clean.outputs:  # unless the target overwrites what this layer returns
             self._written[key] = written
         return written
+
+
+def _penalty_of(raw: Float[Tensor, "*lead C"], penalty: Penalty) -> Float[Tensor, "*lead"]:
+    """The penalty per datapoint, from raw importances."""
+    g = upper_leaky(raw)
+    if penalty.p == 1:
+        return g.sum(-1)
+    return (g.square() if penalty.p == 2 else (g + penalty.eps).pow(penalty.p)).sum(-1)
 
 
 def mask_key(seed: int, step: int, layer: str, sample: int) -> int:
@@ -249,17 +266,15 @@ def loss_from(name: str, settings: Any) -> Loss:
 
 def faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:
     """Squared error of the summed subcomponents, over all decomposed matrices, per parameter in them."""
-    total = torch.zeros((), device=model.device)
-    parameters = 0
-    errors: dict[str, Tensor] = {}
-    for name in model.layers:
-        source = model.tied.get(name, name)  # equal or transposed, a tied layer's error is its source's
-        if source not in errors:
-            layer = model.layers[source]
-            errors[source] = F.mse_loss(layer.subcomponents.weight(), layer.matrix(), reduction="sum")
-        total = total + errors[source]
-        parameters += model.layers[source].n_weights
-    return total / parameters
+    times = Counter(model.tied.get(name, name) for name in model.layers)  # a tied layer's error is its source's
+    parameters = sum(n * model.layers[name].n_weights for name, n in times.items())
+    total: Tensor | None = None
+    for name, n in times.items():
+        layer = model.layers[name]
+        error = F.mse_loss(layer.subcomponents.weight(), layer.matrix(), reduction="sum") * (n / parameters)
+        total = error if total is None else total + error
+    assert total is not None
+    return total
 
 
 @register_loss("faithfulness")
@@ -335,12 +350,7 @@ class ImportanceMinimality(Loss):
         return self
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
-        wanted = self.penalty(step.progress)
-        total = torch.zeros((), device=step.model.device)
-        for name, raw in step.raw.items():
-            known = step.known_penalty(name, wanted)
-            total = total + (mean_over_data(self._penalized(raw, wanted), step.shares) if known is None else known)
-        return total
+        return step.penalized(self.penalty(step.progress))
 
     def penalty(self, progress: float) -> Penalty:
         p = self.exponent(progress)
@@ -351,10 +361,3 @@ class ImportanceMinimality(Loss):
         if self.p_start is None:
             return self.p
         return self.p + (self.p_start - self.p) * max(0.0, 1 - progress / self.anneal)
-
-    @staticmethod
-    def _penalized(raw: Tensor, penalty: Penalty) -> Tensor:
-        g = upper_leaky(raw)
-        if penalty.p == 1:
-            return g.sum(-1)
-        return (g.square() if penalty.p == 2 else (g + penalty.eps).pow(penalty.p)).sum(-1)

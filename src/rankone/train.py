@@ -336,22 +336,22 @@ class Adam:
                 step = torch.zeros((), device=p.device if self.fused else None)
                 self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         states = [self.state[p] for p in moved]
-        adam(
-            [p.detach() for p in moved],
+        given = (
+            moved,
             [p.grad for p in moved if p.grad is not None],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [],
             [s["step"] for s in states],
-            fused=self.fused,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=lr,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
         )
+        settings: dict[str, Any] = {"lr": lr, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+        with torch.no_grad():
+            if self.fused and len({(p.device, p.dtype) for p in moved}) == 1:
+                # What torch's function comes down to, after much sorting.
+                torch._foreach_add_(given[-1], 1)
+                torch._fused_adam_(*given, amsgrad=False, maximize=False, **settings)
+            else:
+                adam(*given, fused=self.fused, amsgrad=False, maximize=False, **settings)
 
 
 def _set_gradients(parameters: list[torch.nn.Parameter], loss: Tensor) -> None:

@@ -83,11 +83,13 @@ class SparseFeatures:
         places = self._places(generator)
         values = torch.rand(len(places), generator=generator).numpy()
         row, feature = np.divmod(places, self.n_features)
-        begins = np.diff(row, prepend=-1) > 0
-        on = int(begins.sum())
+        begins = np.ones(len(row), bool)
+        np.not_equal(row[1:], row[:-1], out=begins[1:])
+        kept_row = np.cumsum(begins)
+        on = int(kept_row[-1]) if len(row) else 0
         zeros = self.batch_size - on
         kept = np.zeros((on + bool(zeros), self.n_features), np.float32)
-        kept[np.cumsum(begins) - 1, feature] = self.low + (self.high - self.low) * values
+        kept[kept_row - 1, feature] = self.low + (self.high - self.low) * values
         weights = np.ones(len(kept), np.float32)
         if zeros:
             weights[-1] = zeros
