@@ -108,7 +108,7 @@ def gated(
     for importance, h, _ in chosen.values():
         assert isinstance(importance, MLPImportance)
         flat = h if h.dim() == 2 else h.reshape(-1, h.shape[-1])
-        given += (flat, importance.w_in, importance.b_in, importance.w_out, importance.b_out)
+        given += [flat, importance.w_in, importance.b_in, importance.w_out, importance.b_out]
     keys = [gate.key for gate in chosen.values()]
     # One function for all layers: in a small network, calling it costs as much as what it computes.
     total, *made = _GatesAndMasks.apply(keys, penalty or Penalty(0.0, 0.0), shares, *given)

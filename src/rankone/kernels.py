@@ -213,18 +213,15 @@ def gate_backward(
     C, rows = h.shape
     d_gate = w_in.shape[1]
     for c in prange(C):
-        to_gate = np.zeros(rows, np.float32)
-        if has_mask:
-            for r in range(rows):
-                to_gate[r] = to_mask[c, r]
-        if has_carried:
-            for r in range(rows):
-                to_gate[r] += to_carried[c, r] * h[c, r]
+        to_gate = np.empty(rows, np.float32)
         first = u4(c * rows)
         for r in range(rows):
             x = raw[c, r]
             leaky = LEAK if x <= f4(0.0) else (f4(1.0) if x <= f4(1.0) else f4(0.0))
-            to_gate[r] *= leaky * (f4(1.0) - _uniform(u4(first + r), key0, key1))
+            by_mask = (to_mask[c, r] if has_mask else f4(0.0)) + (
+                to_carried[c, r] * h[c, r] if has_carried else f4(0.0)
+            )
+            to_gate[r] = by_mask * leaky * (f4(1.0) - _uniform(u4(first + r), key0, key1))
         if has_raw:
             for r in range(rows):
                 to_gate[r] += to_raw[c, r]

@@ -336,20 +336,21 @@ class Adam:
                 step = torch.zeros((), device=p.device if self.fused else None)
                 self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         states = [self.state[p] for p in moved]
-        given = (
+        steps = [s["step"] for s in states]
+        given: list[Any] = [
             moved,
-            [p.grad for p in moved if p.grad is not None],
+            [p.grad for p in moved],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [],
-            [s["step"] for s in states],
-        )
+            steps,
+        ]
         settings: dict[str, Any] = {"lr": lr, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
         with torch.no_grad():
             if self.fused and len({(p.device, p.dtype) for p in moved}) == 1:
                 # What torch's function comes down to, after much sorting.
-                torch._foreach_add_(given[-1], 1)
-                torch._fused_adam_(*given, amsgrad=False, maximize=False, **settings)
+                torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+                torch._fused_adam_(*given, amsgrad=False, maximize=False, **settings)  # pyright: ignore[reportPrivateImportUsage]
             else:
                 adam(*given, fused=self.fused, amsgrad=False, maximize=False, **settings)
 
