@@ -21,7 +21,7 @@ import torch
 
 from rankone.data import generator_for
 from rankone.experiments import experiment_config
-from rankone.experiments.seeds import cores
+from rankone.experiments.parallel import cores
 
 
 def milliseconds(name: str, steps: int, *, jobs: int, threads: int, seeds: int) -> float:

@@ -55,7 +55,8 @@ def test_every_shipped_experiment_runs(rankone, tmp_path, name, preset):
         "decomposition/components.safetensors",
     } <= found
     assert {"decomposition/decomposition.json", "checkpoints/step-000000012.safetensors"} <= found
-    assert {"figures/importances.svg", "figures/losses.svg", "figures/networks.svg"} <= found
+    special = {"contributions.svg", "scatter.svg"} if name.startswith("resid") else {"networks.svg"}
+    assert {f"figures/{figure}" for figure in {"importances.svg", "losses.svg", *special}} <= found
     assert not [f for f in found if f.endswith(".tmp")]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from rankone import DecompositionConfig, Loss, RankoneError, register_loss
 from rankone.config import OptimizerSettings, fields, from_yaml, learning_rate, override, to_yaml, validated
+from rankone.experiments import ExperimentConfig, experiment_config
 from rankone.losses import LOSSES
 
 
@@ -140,3 +141,18 @@ def test_a_new_loss_is_one_class():
         }
     finally:
         del LOSSES["size"]
+
+
+def test_mistakes_in_a_target_name_its_own_settings():
+    """A target may be of several families; what is said is about the one that was chosen."""
+    wrong = {"experiment": "x", "layers": {"*": 3}, "target": {"kind": "resid_mlp", "n_neuronz": 3}}
+    with pytest.raises(RankoneError, match=r"  target.n_neuronz: unknown setting. Did you mean 'n_neurons'"):
+        validated(ExperimentConfig, wrong, source="x")
+    wrong["target"] = {"kind": "tms", "training": {"stepz": 3}}
+    with pytest.raises(RankoneError, match=r"  target.training.stepz: unknown setting. Did you mean 'steps'"):
+        validated(ExperimentConfig, wrong, source="x")
+    wrong["target"] = {"kind": "transformer"}
+    with pytest.raises(RankoneError, match=r"  target: .*'tms', 'resid_mlp'"):
+        validated(ExperimentConfig, wrong, source="x")
+    values = experiment_config("resid_mlp1", assignments=["target.n_blocks=2"])
+    assert values.target.n_blocks == 2

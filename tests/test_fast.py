@@ -167,6 +167,29 @@ def test_results_do_not_depend_on_the_number_of_threads():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_a_layer_that_a_loss_does_not_use_has_no_gradient():
+    """Not one of zeros: the optimiser would go on moving the layer by what it remembers."""
+    a, b = gate(3, 4), gate(3, 4)
+    h = torch.randn(200, 3, requires_grad=True)
+    made, paid = fast.gated({"a": fast.Gate(a, h, KEY), "b": fast.Gate(b, h, KEY)}, fast.Penalty(1.0, 0.0))
+    wanted = [*a.parameters(), *b.parameters()]
+    found = torch.autograd.grad(made["b"].raw.sum(), wanted, allow_unused=True, retain_graph=True)
+    assert [g is None for g in found] == 4 * [True] + 4 * [False]
+    found = torch.autograd.grad(paid, wanted, allow_unused=True)
+    assert not any(g is None for g in found)
+
+
+def test_values_of_losses_are_the_callers_own():
+    model = rankone.DecomposedModel(small_mlp(), {"*": 5})
+    loss = rankone.losses.LOSSES["importance_minimality"]()
+    context = StepContext.of(model, torch.rand(200, 4), divergence_named("mse"), penalty=loss.penalty(0.0))
+    first = loss.value(context)
+    before = first.item()
+    with torch.no_grad():
+        first *= 0.5
+    assert loss.value(context).item() == before
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
 def test_senseless_activations_give_senseless_importances_and_no_crash(value):
     h = torch.randn(200, 3)

@@ -20,6 +20,8 @@ CHAINS = [
 
 def shortened(words: list[str]) -> list[str]:
     """The same command with few steps on small batches: the full runs are in results/."""
+    if words[0] == "reproduce":
+        return ["reproduce", *(w for w in words[1:2] if not w.startswith("-")), "--from", str(ROOT / "results")]
     if words[0] != "run":
         return words
     if "--steps" in words:
@@ -32,7 +34,16 @@ def shortened(words: list[str]) -> list[str]:
 def test_every_command_in_order(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert len(COMMANDS) >= 8
-    assert {shlex.split(c)[1] for c in COMMANDS} == {"list", "run", "config", "evaluate", "report", "train-target"}
+    assert {shlex.split(c)[1] for c in COMMANDS} == {
+        "list",
+        "run",
+        "config",
+        "evaluate",
+        "report",
+        "diagnose",
+        "train-target",
+        "reproduce",
+    }
     for command in COMMANDS:
         try:
             cli.main(shortened(shlex.split(command)[1:]))

@@ -9,6 +9,14 @@ from rankone import RankoneError
 from rankone.checkpoint import fingerprint
 from rankone.experiments import experiment_config, experiment_names
 from rankone.targets import load_target, pinned_names, save_target, train_until_good
+from rankone.targets.resid_mlp import (
+    Contributions,
+    ResidualMLP,
+    ResidualTarget,
+    ResidualTraining,
+    labels,
+    neuron_contributions,
+)
 from rankone.targets.tms import TMS, SparseFeatures, TMSTarget, TMSTraining
 
 
@@ -21,7 +29,7 @@ def test_pinned_targets_are_good_and_pinned(name):
     assert not model.training
     good, numbers = settings.check(model)
     assert good, numbers
-    for layer in model.hidden:
+    for layer in getattr(model, "hidden", ()):
         assert torch.equal(layer.weight, torch.eye(settings.n_hidden))
     assert name in pinned_names()
 
@@ -91,3 +99,76 @@ def test_a_network_has_one_weight_for_both_directions():
         copied.embed.weight.fill_(1.0)
     assert torch.equal(copied.unembed.weight, torch.ones(5, 2))
     assert not torch.equal(model.unembed.weight, torch.ones(5, 2))
+
+
+def test_residual_targets_train_reproducibly_and_fall_below_the_naive_solution():
+    settings = ResidualTarget(n_features=10, d_stream=50, n_neurons=5, training=ResidualTraining(steps=5))
+    first, again = settings.train(3)[0], settings.train(3)[0]
+    assert fingerprint(first) == fingerprint(again)
+    good, numbers = settings.check(first)
+    assert not good
+    longer = settings.model_copy(update={"training": ResidualTraining(steps=600, lr=1e-2), "feature_probability": 0.05})
+    model, loss = longer.train(0)
+    _, trained = longer.check(model)
+    assert trained["loss"] < numbers["loss"] * 5
+    assert trained["share_of_naive_loss"] < numbers["share_of_naive_loss"]
+    assert trained["loss"] == pytest.approx(loss, rel=0.5)
+
+
+def test_the_naive_solution_computes_as_many_features_as_there_are_neurons():
+    """With an orthonormal embedding there is no interference, and the naive network is exact where it has a neuron."""
+    settings = ResidualTarget(n_features=6, d_stream=6, n_blocks=2, n_neurons=2)
+    model = settings.build()
+    with torch.no_grad():
+        model.embed.weight.copy_(torch.eye(6))
+        naive = settings._naive(model)
+        x = 2 * torch.rand(50, 6) - 1
+        torch.testing.assert_close(naive(x)[:, :4], labels(x)[:, :4])
+        torch.testing.assert_close(naive(x)[:, 4:], x[:, 4:])
+
+
+def test_neuron_contributions_are_the_papers_equations():
+    settings = ResidualTarget(n_features=7, d_stream=20, n_blocks=2, n_neurons=3)
+    model = settings.build(1)
+    W_E, W_U = model.embed.weight, model.embed.weight.T
+    # One subcomponent per feature that reads only this feature's direction, and W_out as a whole: the target's own contributions.
+    factors = {}
+    for i, block in enumerate(model.blocks):
+        dual = torch.linalg.pinv(W_E)  # row f reads feature f and no other
+        factors[f"blocks.{i}.mlp_in"] = (block.mlp_in.weight @ W_E, dual)
+        factors[f"blocks.{i}.mlp_out"] = (block.mlp_out.weight, torch.eye(3))
+    found = neuron_contributions(model, factors)
+    assert found.model.shape == (7, 6)
+    for i in range(7):
+        for block in range(2):
+            W_in, W_out = model.blocks[block].mlp_in.weight, model.blocks[block].mlp_out.weight
+            literal = (W_U[i, :] @ W_out) * (W_in @ W_E[:, i])
+            torch.testing.assert_close(found.model[i, 3 * block : 3 * block + 3], literal)
+    # Where a feature's contributions in a block sum to less than 0, an idle subcomponent has more; elsewhere it is its own.
+    sums = found.model.reshape(7, 2, 3).sum(-1)
+    own = found.subcomponents.reshape(7, 2, 3)[sums > 0.1]
+    torch.testing.assert_close(own, found.model.reshape(7, 2, 3)[sums > 0.1], atol=1e-5, rtol=1e-4)
+
+
+def test_how_well_contributions_match():
+    x = torch.rand(5, 4)
+    same = Contributions(x, x).to_dict()
+    assert same["correlation"] == pytest.approx(1)
+    assert same["slope"] == pytest.approx(1)
+    assert same["largest_deviation"] == 0
+    skewed = Contributions(x, 1.2 * x + 0.1).to_dict()
+    assert skewed["slope"] == pytest.approx(1.2)
+    assert skewed["offset"] == pytest.approx(0.1)
+    assert skewed["largest_deviation"] == pytest.approx(float((0.2 * x + 0.1).max()), rel=1e-5)
+
+
+def test_the_residual_network_is_what_the_paper_says():
+    model = load_target(experiment_config("resid_mlp2").target)
+    assert isinstance(model, ResidualMLP)
+    W_E = model.embed.weight
+    torch.testing.assert_close(W_E.norm(dim=0), torch.ones(100))
+    x = 2 * torch.rand(30, 100) - 1
+    stream = x @ W_E.T
+    for block in model.blocks:
+        stream = stream + torch.relu(stream @ block.mlp_in.weight.T) @ block.mlp_out.weight.T
+    torch.testing.assert_close(model(x), stream @ W_E, atol=1e-4, rtol=1e-4)

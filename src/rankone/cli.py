@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,19 +21,27 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from rankone import __version__
 from rankone.checkpoint import write_json
 from rankone.config import fields, to_yaml
+from rankone.diagnose import diagnose as find_faults
 from rankone.errors import ConfigError, RankoneError
-from rankone.experiments import ExperimentConfig, experiment_config, experiment_file, experiment_names
-from rankone.experiments.run import Summary, can_report, evaluate_run, read_config, reopen
+from rankone.experiments import (
+    ExperimentConfig,
+    experiment_config,
+    experiment_file,
+    experiment_names,
+)
+from rankone.experiments.parallel import ParallelRun, jobs_for, run_all
+from rankone.experiments.reproduce import Wanted, make, missing_runs, shows_figures, wanted_for
+from rankone.experiments.run import Summary, can_report, evaluate_run, measured, open_as_it_is, read_config, reopen
 from rankone.experiments.run import run as run_experiment
-from rankone.experiments.seeds import SeedRun, jobs_for, run_seeds
+from rankone.experiments.stored import keep, outdated, stored_runs
 from rankone.fast import WITHOUT_NUMBA, MissingKernels, kernels
-from rankone.progress import RunDisplay, SeedsDisplay, print_seeds
+from rankone.progress import ParallelDisplay, RunDisplay, print_diagnosis, print_seeds
 from rankone.report import write_report
 from rankone.targets import save_target, train_until_good
 from rankone.train import Interrupted, checkpoints
@@ -61,7 +69,7 @@ Override = Annotated[
 @app.command(name="list")
 def list_experiments() -> None:
     """List every shipped experiment: what it should recover and how long it takes."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = RichTable(box=None, header_style="bold", pad_edge=False)
     for heading in ("experiment", "what a correct decomposition finds", "default preset", "paper preset"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "experiment")
     for name in experiment_names():
@@ -164,29 +172,130 @@ def _run_seeds(config: ExperimentConfig, out: Path | None, seeds: int, jobs: int
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1.")
     name = f"{config.experiment}-{config.preset}"
     runs = [
-        SeedRun(config.model_copy(update={"seed": s}), (out / f"seed{s}") if out else Path("runs") / f"{name}-seed{s}")
+        ParallelRun(
+            config.model_copy(update={"seed": s}),
+            (out / f"seed{s}") if out else Path("runs") / f"{name}-seed{s}",
+            f"seed {s}",
+        )
         for s in range(config.seed, config.seed + seeds)
     ]
     at_a_time = min(seeds, jobs_for(config, jobs))
-    first, last = runs[0].seed, runs[-1].seed
+    first, last = runs[0].config.seed, runs[-1].config.seed
     console.print(
         f"{config.title or config.experiment}: preset {config.preset}, seeds {first} to {last}, {config.steps:,} steps, "
         f"{at_a_time} at a time, into {runs[0].out.parent}",
         soft_wrap=True,
     )
     began = time.monotonic()
-    with SeedsDisplay(console) as display:
-        stopped = run_seeds(runs, jobs=at_a_time, resume=resume, observer=display)
+    with ParallelDisplay(console) as display:
+        stopped = run_all(runs, jobs=at_a_time, resume=resume, observer=display)
     print_seeds(console, runs, time.monotonic() - began)
     done = [one.summary for one in runs if one.summary is not None]
     path = runs[0].out.parent / f"{name}-seeds{first}-{last}.json"
-    write_json(path, {"seeds": [one.seed for one in runs], "runs": done})
+    write_json(path, {"seeds": [one.config.seed for one in runs], "runs": done})
     console.print(f"Numbers: {path}; each seed's report is in its directory.", soft_wrap=True)
     if stopped:
         errors.print("Interrupted; everything is saved. Go on with the same command and --resume.")
         raise SystemExit(128 + stopped)
     if len(done) < len(runs):
         raise SystemExit(1)
+
+
+@app.command
+def reproduce(
+    what: str = "all",
+    name: str | None = None,
+    /,
+    *,
+    seeds: int | None = None,
+    preset: str = "default",
+    out: Path = Path("reproduction"),
+    source: Annotated[Path | None, Parameter(name="--from")] = None,
+    jobs: int | None = None,
+) -> None:
+    """Reproduce the paper: make the runs that are missing, then print its numbers beside ours and draw its figures.
+
+    Finished runs are kept and interrupted ones resumed, so the same command goes on where it stopped, and a larger --seeds adds to what is there.
+
+    Parameters
+    ----------
+    what
+        `table1` (MMCS and ML2R), `recovery` (which seeds are recovered, all experiments), `contributions` (of neurons), `splitting` (of features),
+        `figure` with the name of one, or `all`.
+    name
+        The figure: an experiment of superposition, importances-EXPERIMENT, contributions-EXPERIMENT, beta3 or splitting.
+    seeds
+        Seeds of every experiment; if not given, 10 of the cheapest down to 1 of the dearest.
+    preset
+        `default`, or `paper` for the paper's settings to the letter.
+    out
+        Where runs, tables and figures go.
+    source
+        Make everything from the runs that this directory keeps (results/ in the repository), without training.
+    jobs
+        How many runs at a time; as many as there are cores if not given.
+    """
+    if not can_report():
+        raise ConfigError("Figures need matplotlib. Install it with: pip install 'rankone[report]'")
+    if seeds is not None and seeds < 1:
+        raise ConfigError(f"--seeds is {seeds}; it must be at least 1.")
+    wanted = wanted_for(what, name, preset, seeds)
+    all_there = source is not None or _make_runs(wanted, out, jobs)
+    kept = stored_runs(source or out)
+    if not kept:
+        raise ConfigError(f"{source or out} keeps no finished runs (folders with a summary.json).")
+    tables, files, missing = make(what, name, preset, kept, out)
+    for table in tables:
+        console.print(f"\n[bold]{escape(table.title)}[/]\n{escape(table.note)}", soft_wrap=True)
+        shown = RichTable(box=None, header_style="bold", pad_edge=False)
+        for heading in table.head:
+            shown.add_column(heading)
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)
+    if files:
+        console.print(f"\n{len(files)} figures in {out / 'figures'}", soft_wrap=True)
+    if missing:
+        console.print(
+            f"Some figures were not drawn: these runs are missing, or kept without figure data, or made with other settings: {', '.join(missing)}",
+            soft_wrap=True,
+        )
+    stale = [name for name, run in kept.items() if outdated(run)]
+    if stale:
+        console.print(f"Left out, because the settings have changed since: {', '.join(stale)}", soft_wrap=True)
+    if not all_there or not (files or tables):
+        raise SystemExit(1)
+
+
+def _make_runs(wanted: list[Wanted], out: Path, jobs: int | None) -> bool:
+    """Make the runs that `out` does not keep yet, and keep what matters of them; whether all of them worked."""
+    todo = missing_runs(wanted, out)
+    console.print(f"{len(wanted)} runs are needed, {len(wanted) - len(todo)} are there.", soft_wrap=True)
+    if not todo:
+        return True
+    at_a_time = min(len(todo), jobs_for(todo[0].config, jobs))
+    by_name = {run.name: run for run in wanted}
+
+    def keep_finished(runs: Sequence[ParallelRun]) -> None:
+        for one in runs:
+            run = by_name[one.label]
+            if one.state == "done" and not (out / run.name / "summary.json").is_file():
+                keep(one.out, out / run.name, command=run.command, figures=shows_figures(run))
+
+    with ParallelDisplay(console) as display:
+
+        def observer(runs: Sequence[ParallelRun]) -> None:
+            display(runs)
+            keep_finished(runs)
+
+        stopped = run_all(todo, jobs=at_a_time, resume=True, observer=observer)
+    if stopped:
+        errors.print("Interrupted; everything is saved. Go on with the same command.")
+        raise SystemExit(128 + stopped)
+    failed = [one for one in todo if one.state != "done"]
+    for one in failed:
+        errors.print(f"{one.label}: {one.state} {escape(one.message)}", soft_wrap=True)
+    return not failed
 
 
 @config_app.command
@@ -250,7 +359,7 @@ def train_target(experiment: str, /, *, seed: int | None = None, out: Path | Non
     for attempt, model, loss, good, numbers in train_until_good(target, first):
         verdict = "[green]good[/]" if good else "[red]not good[/]"
         console.print(
-            f"seed {attempt}: loss {loss:.6f}, {verdict}  " + ", ".join(f"{k} {v:.3f}" for k, v in numbers.items())
+            f"seed {attempt}: loss {loss:.4g}, {verdict}  " + ", ".join(f"{k} {v:.3g}" for k, v in numbers.items())
         )
         if good:
             path = out or Path("targets") / f"{config.experiment}-seed{attempt}.safetensors"
@@ -276,9 +385,23 @@ def evaluate(directory: Path, /) -> None:
         A run directory.
     """
     config, result, summary = reopen(directory)
-    summary |= evaluate_run(config, result).to_dict()
+    summary |= measured(config, result, evaluate_run(config, result))
     write_json(directory / "summary.json", summary)
     _print_summary(summary)
+
+
+@app.command
+def diagnose(directory: Path, /) -> None:
+    """Look for what is wrong with a run, finished or not, and say which setting to move in which direction.
+
+    Parameters
+    ----------
+    directory
+        A run directory.
+    """
+    config, result, steps = open_as_it_is(directory)
+    diagnosis = find_faults(result, config.target.sampler(config.batch_size), steps_done=steps)
+    print_diagnosis(console, diagnosis)
 
 
 @app.command
@@ -316,7 +439,7 @@ def assignments(tokens: tuple[str, ...]) -> list[str]:
 def _print_summary(summary: Summary) -> None:
     verdict = {True: "[bold green]recovered[/]", False: "[bold red]not recovered[/]", None: "no ground truth known"}
     console.print(f"\n{escape(summary['experiment'])}, seed {summary['seed']}: {verdict[summary['recovered']]}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = RichTable(box=None, header_style="bold", pad_edge=False)
     for heading in ("matrix", "pattern", "errors", "alive", "L0"):
         table.add_column(heading, justify="left" if heading in ("matrix", "pattern") else "right")
     for name, alive in summary["n_alive"].items():

@@ -7,7 +7,8 @@ dropped. Settings of the paper's experiments (target, data) are in experiments/,
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -252,8 +253,8 @@ def fields(cls: type[BaseModel], values: Mapping[str, Any], prefix: str = "") ->
         path = f"{prefix}{name}"
         value = values.get(name)
         doc = " ".join((info.description or "").split())
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        inner = _settings_class(info.annotation, value)
+        if inner is not None:
             yield from fields(inner, value or {}, f"{path}.")
         elif name == "losses" and isinstance(value, Mapping):
             for loss, settings in value.items():
@@ -262,27 +263,47 @@ def fields(cls: type[BaseModel], values: Mapping[str, Any], prefix: str = "") ->
             yield path, value, doc
 
 
+def _settings_class(annotation: Any, value: Any = None) -> type[BaseModel] | None:
+    """The class of a setting that is a group of settings; of several possible ones, the one whose `kind` the value has."""
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
+    if not isinstance(annotation, UnionType):
+        return None
+    classes = [c for c in get_args(annotation) if isinstance(c, type) and issubclass(c, BaseModel)]
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    return next((c for c in classes if c.model_fields["kind"].default == kind), classes[0] if classes else None)
+
+
 def _explained(cls: type[BaseModel], error: ValidationError) -> str:
     return "\n".join(_explain(cls, e) for e in error.errors())
 
 
 def _explain(cls: type[BaseModel], error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+    place, siblings = _place(cls, error["loc"])
+    path = ".".join(place)
     if error["type"] == "extra_forbidden":
-        parent, leaf = error["loc"][:-1], str(error["loc"][-1])
-        siblings = _siblings(cls, parent)
-        return f"  {path}: unknown setting. {near_matches(leaf, siblings)}"
+        return f"  {path}: unknown setting. {near_matches(place[-1], siblings)}"
     message = str(error["msg"]).removeprefix("Value error, ")
     seen = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
     return f"  {path or 'settings'}: {message}{seen}"
 
 
-def _siblings(cls: type[BaseModel], parents: Sequence[Any]) -> list[str]:
-    inside: Any = cls
-    for part in parents:
-        info = inside.model_fields.get(part) if isinstance(inside, type) and issubclass(inside, BaseModel) else None
-        inside = info.annotation if info else None
-    return list(inside.model_fields) if isinstance(inside, type) and issubclass(inside, BaseModel) else []
+def _place(cls: type[BaseModel], loc: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Where an error is, as people write it, and the settings that stand beside it."""
+    inside: type[BaseModel] | None = cls
+    place: list[str] = []
+    siblings: list[str] = []
+    parts = list(loc)
+    while parts:
+        part = parts.pop(0)
+        siblings = list(inside.model_fields) if inside is not None else []
+        place.append(str(part))
+        annotation = inside.model_fields[part].annotation if inside is not None and part in siblings else None
+        chosen = {"kind": parts[0]} if parts else None
+        inside = _settings_class(annotation, chosen)
+        if parts and isinstance(annotation, UnionType) and inside is not None and parts[0] not in inside.model_fields:
+            parts.pop(0)  # pydantic names the kind that it took, as if it were a level of its own
+    return place, siblings
 
 
 def _deep_copy(value: Any) -> Any:

@@ -98,7 +98,7 @@ def gated(
 ) -> tuple[dict[str, Gated], Float[Tensor, ""] | None]:
     """What interpolated gates say, for those layers to which that applies; and the penalty of those layers together.
 
-    The penalty is the mean over datapoints of the sum over subcomponents of (upper_leaky(raw) + eps)^p; None if none is asked for.
+    The penalty is the mean over datapoints of the sum over subcomponents of (upper_leaky(raw) + eps)^p; None if none is asked for, or of no layer.
     `shares` says how much each row counts in it; they sum to 1.
     """
     chosen = {name: gate for name, gate in gates.items() if _applies(gate, shares)}
@@ -186,6 +186,9 @@ class _GatesAndMasks(torch.autograd.Function):
         scale = np.float32(0 if to_penalty is None else to_penalty.item())
         back: list[Tensor | None] = [None, None, None]
         for i, known in enumerate(ctx.known):
+            if to_penalty is None and all(g is None for g in to_made[3 * i : 3 * i + 3]):
+                back += [None] * 5  # a layer that the loss does not use has no gradient, rather than one of zeros
+                continue
             h, w_in, *_ = known
             C, rows = h.shape
             compiled = _kernels_for(rows * C)

@@ -150,7 +150,7 @@ class StepContext:
         for name, raw in self.raw.items():
             if known is None or name not in self._gated:
                 terms.append(mean_over_data(_penalty_of(raw, wanted), self.shares))
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+        return torch.stack(terms).sum()
 
     def distance(self, output: Tensor) -> Float[Tensor, ""]:
         """How far an output is from the clean one, averaged over the data."""

@@ -4,10 +4,12 @@ Every function returns a matplotlib Figure and shows nothing; saving is the call
 order in which the recovery check sorted them where there is one, otherwise by size.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rankone.decomposition import LayerView
@@ -35,6 +37,16 @@ def _figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def to_svg(figure: "Figure", name: str) -> str:
+    """A figure as SVG text; the same figure is the same text."""
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": f"rankone-{name}"}):  # and no date
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
 
 
 def by_size(view: LayerView) -> list[int]:
@@ -150,22 +162,130 @@ def importance_heatmap(
 ) -> "Figure":
     """Causal importances on one-hot inputs, a row per feature, columns permuted as the recovery check sorted them."""
     count = len(importances)
+    across = count if count <= 3 else 2
+    down = -(-count // across)
     C = max(g.shape[1] for g in importances.values())
-    figure = _figure(min(12.0, 1.2 + count * (3.4 if C <= 40 else 4.4)), 2.6 if C <= 40 else 3.2)
+    figure = _figure(min(12.0, 1.2 + across * (3.4 if C <= 40 else 4.4)), (2.6 if C <= 40 else 3.2) * down)
     image: Any = None
     all_axes = []
     for i, (name, g) in enumerate(importances.items()):
-        axes = figure.add_subplot(1, count, i + 1)
-        order = checks[name].order if name in checks else torch.argsort(g.sum(0), descending=True, stable=True).tolist()
-        image = axes.imshow(g[:, order].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes = figure.add_subplot(down, across, i + 1)
+        image = _heatmap(axes, g, checks.get(name))
         axes.set_title(labels.get(name, name), fontsize=9, color=INK)
-        axes.set_xlabel("subcomponent (permuted)", fontsize=8)
-        if i == 0:
+        if i % across == 0:
             axes.set_ylabel("input feature that is on", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.locator_params(integer=True)
         all_axes.append(axes)
     figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01).ax.tick_params(labelsize=7)
+    return figure
+
+
+def importances_by_setting(found: Sequence[tuple[str, Mapping[str, Tensor], Mapping[str, Check]]]) -> "Figure":
+    """Causal importances of the same layers under several settings: a column for each setting, a row for each layer."""
+    layers = list(found[0][1])
+    figure = _figure(2.5 * len(found) + 0.8, 2.5 * len(layers))
+    image: Any = None
+    all_axes = []
+    for j, (title, importances, checks) in enumerate(found):
+        for i, name in enumerate(layers):
+            axes = figure.add_subplot(len(layers), len(found), i * len(found) + j + 1)
+            image = _heatmap(axes, importances[name], checks.get(name))
+            axes.set_title(f"{title}\n{name}" if i == 0 else name, fontsize=8, color=INK)
+            if j == 0:
+                axes.set_ylabel("input feature that is on", fontsize=8)
+            all_axes.append(axes)
+    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01).ax.tick_params(labelsize=7)
+    return figure
+
+
+def _heatmap(axes: "Axes", g: Tensor, check: Check | None) -> Any:
+    """Importances with the columns in the order of the check; a long tail of columns without any importance is cut off."""
+    order = check.order if check else torch.argsort(g.sum(0), descending=True, stable=True).tolist()
+    g = g[:, order]
+    used = torch.nonzero(g.amax(0) > 0.02).flatten()
+    shown = min(g.shape[1], max(g.shape[0], int(used[-1]) + 6 if len(used) else 1))
+    image = axes.imshow(g[:, :shown].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    rest = f", first {shown} of {g.shape[1]}" if shown < g.shape[1] else ""
+    axes.set_xlabel(f"subcomponent (permuted{rest})", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.locator_params(integer=True)
+    return image
+
+
+def contribution_bars(
+    model: Float[Tensor, "features neurons"], subcomponents: Float[Tensor, "features neurons"], shown: int = 10
+) -> "Figure":
+    """How much each neuron contributes to the first few features: in the target above, in single subcomponents below."""
+    neurons = model.shape[1]
+    reach = 1.1 * float(torch.maximum(model[:shown].abs(), subcomponents[:shown].abs()).max())
+    figure = _figure(12.0, 4.4)
+    for row, (title, values) in enumerate((("target", model), ("single subcomponents", subcomponents))):
+        axes = figure.add_subplot(2, 1, row + 1)
+        for feature in range(shown):
+            places = feature + (torch.arange(neurons) / neurons - 0.5) * 0.86
+            axes.bar(places.numpy(), values[feature].numpy(), width=0.86 / neurons, color=f"C{feature % 10}")
+            for neuron in values[feature].abs().topk(min(3, neurons)).indices.tolist():
+                height = float(values[feature, neuron])
+                axes.text(float(places[neuron]), height, str(neuron), fontsize=6, ha="center", va="bottom", color=INK)
+        axes.axhline(0, color=FAINT, linewidth=0.6, zorder=0)
+        axes.set(xticks=range(shown), xlim=(-0.6, shown - 0.4), ylim=(min(-0.25 * reach, 0), reach))
+        axes.set_title(
+            f"{title}: a bar for each of the {neurons} neurons, the three largest named", fontsize=9, color=INK
+        )
+        axes.set_ylabel("neuron contribution", fontsize=8)
+        axes.set_xlabel("input feature" if row else "", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def contribution_scatter(
+    model: Float[Tensor, "features neurons"], subcomponents: Float[Tensor, "features neurons"], blocks: int, note: str
+) -> "Figure":
+    """All neuron contributions: those of the target across, those of single subcomponents up. A perfect match is the diagonal."""
+    figure = _figure(4.6, 4.4)
+    axes = figure.add_subplot()
+    reach = 1.08 * float(torch.maximum(model.abs().max(), subcomponents.abs().max()))
+    axes.plot([-reach, reach], [-reach, reach], color=FAINT, linewidth=1, zorder=0)
+    for block, (x, y) in enumerate(zip(model.chunk(blocks, 1), subcomponents.chunk(blocks, 1), strict=True)):
+        label = f"block {block}" if blocks > 1 else None
+        axes.plot(
+            x.flatten().numpy(), y.flatten().numpy(), "o", markersize=2, alpha=0.5, markeredgewidth=0, label=label
+        )
+    axes.text(0.03, 0.97, note, transform=axes.transAxes, fontsize=8, va="top", color=INK)
+    if blocks > 1:
+        axes.legend(fontsize=7, frameon=False, loc="lower right", markerscale=2)
+    low = min(float(model.min()), float(subcomponents.min())) - 0.05 * reach
+    axes.set(xlim=(low, reach), ylim=(low, reach), aspect="equal")
+    axes.set_xlabel("neuron contribution in the target", fontsize=8)
+    axes.set_ylabel("neuron contribution in a single subcomponent", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def alive_by_capacity(found: Mapping[str, Mapping[str, Sequence[tuple[int, int, int]]]]) -> "Figure":
+    """How many subcomponents are alive when more are offered: experiment -> matrix -> (C, alive, expected) in order of C."""
+    figure = _figure(4.2 * len(found), 3.2)
+    for i, (experiment, layers) in enumerate(found.items()):
+        axes = figure.add_subplot(1, len(found), i + 1)
+        for j, (name, points) in enumerate(layers.items()):
+            xs, ys = [C for C, _, _ in points], [alive for _, alive, _ in points]
+            axes.plot(xs, ys, "o-", color=f"C{j}", markersize=5, linewidth=1.2, label=name, zorder=3 - j)
+            axes.axhline(points[0][2], color=f"C{j}", linewidth=0.8, linestyle=":", zorder=0)
+        sizes = [C for C, _, _ in next(iter(layers.values()))]
+        axes.plot(sizes, sizes, color=FAINT, linewidth=1, linestyle="--", label="as many as are offered")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set(xticks=sizes, xticklabels=[str(C) for C in sizes])
+        axes.minorticks_off()
+        axes.set_yticks(ticks := sorted({y for points in layers.values() for _, y, _ in points} | {sizes[-1]}))
+        axes.set_yticklabels([str(y) for y in ticks])
+        axes.set_title(experiment, fontsize=9, color=INK)
+        axes.set_xlabel("C, subcomponents offered per matrix", fontsize=8)
+        axes.set_ylabel("alive (dotted: expected)", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=7, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

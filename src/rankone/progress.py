@@ -4,6 +4,7 @@ On a terminal the lines are live; elsewhere a line is printed every few seconds.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,11 +15,14 @@ from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
-from rankone.experiments.seeds import SeedRun
+from rankone.diagnose import Diagnosis
+from rankone.experiments.parallel import ParallelRun
 from rankone.metrics import wilson
 from rankone.trackers import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
+MOST_LINES = 15
+"""With more runs than this, only those that are running get a line."""
 VERDICTS = {True: "[green]recovered[/]", False: "[red]not recovered[/]", None: "done"}
 
 
@@ -73,16 +77,16 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-class SeedsDisplay:
-    """Live progress of several seeds: a line for each."""
+class ParallelDisplay:
+    """Live progress of several runs: a line for each."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, refresh_per_second=4)
         self._spoke = time.monotonic() - SECONDS_BETWEEN_LINES
-        self._told: set[int] = set()
+        self._told: set[str] = set()
 
-    def __enter__(self) -> "SeedsDisplay":
+    def __enter__(self) -> "ParallelDisplay":
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -90,21 +94,21 @@ class SeedsDisplay:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def __call__(self, runs: Sequence[SeedRun]) -> None:
+    def __call__(self, runs: Sequence[ParallelRun]) -> None:
         if self._console.is_terminal:
             self._live.update(self._table(runs))
             return
         for one in runs:
-            if one.state in ("done", "failed", "interrupted") and one.seed not in self._told:
-                self._told.add(one.seed)
-                print(f"seed {one.seed}: {self._plain(one)}", flush=True)
+            if one.state in ("done", "failed", "interrupted") and one.label not in self._told:
+                self._told.add(one.label)
+                print(f"{one.label}: {self._plain(one)}", flush=True)
         running = [one for one in runs if one.state == "running" and one.progress is not None]
         if running and time.monotonic() - self._spoke >= SECONDS_BETWEEN_LINES:
             self._spoke = time.monotonic()
-            print("; ".join(f"seed {one.seed} {self._plain(one)}" for one in running), flush=True)
+            print("; ".join(f"{one.label} {self._plain(one)}" for one in running), flush=True)
 
     @staticmethod
-    def _plain(one: SeedRun) -> str:
+    def _plain(one: ParallelRun) -> str:
         if one.state == "done" and one.summary is not None:
             return {True: "recovered", False: "not recovered", None: "done"}[one.summary["recovered"]]
         if one.state == "running" and one.progress is not None:
@@ -112,31 +116,35 @@ class SeedsDisplay:
             return f"step {p.step}/{p.steps}, {p.ms_per_step:.1f} ms/step, {clock(p.seconds_left)} left"
         return f"{one.state}: {one.message}" if one.message else one.state
 
-    def _table(self, runs: Sequence[SeedRun]) -> Table:
+    def _table(self, runs: Sequence[ParallelRun]) -> Table:
         table = Table.grid(padding=(0, 2))
-        for one in runs:
+        shown = [one for one in runs if len(runs) <= MOST_LINES or one.state == "running"]
+        if len(shown) < len(runs):
+            states = Counter(one.state for one in runs if one.state != "running")
+            table.add_row(f"{len(runs)} runs", "", ", ".join(f"{n} {state}" for state, n in states.items()))
+        for one in shown:
             p = one.progress
             done = 1.0 if one.state == "done" else p.step / p.steps if p is not None else 0.0
             text = escape(self._plain(one))
             if one.state == "done" and one.summary is not None:
                 text = VERDICTS[one.summary["recovered"]]
-            table.add_row(f"seed {one.seed}", ProgressBar(total=1.0, completed=done, width=20), text)
+            table.add_row(one.label, ProgressBar(total=1.0, completed=done, width=20), text)
         return table
 
 
-def print_seeds(console: Console, runs: Sequence[SeedRun], seconds: float) -> None:
+def print_seeds(console: Console, runs: Sequence[ParallelRun], seconds: float) -> None:
     """One table over all seeds, and the share that was recovered."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("seed", "", "errors", "alive", "MMCS", "ML2R", "ms/step", "seconds"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     for one in runs:
         if one.summary is None:
-            table.add_row(str(one.seed), f"{one.state} {escape(one.message)}".strip())
+            table.add_row(str(one.config.seed), f"{one.state} {escape(one.message)}".strip())
             continue
         found = one.summary
         numbers = ["" if found[key] is None else f"{found[key]:.4f}" for key in ("mmcs", "ml2r")]
         table.add_row(
-            str(one.seed),
+            str(one.config.seed),
             VERDICTS[found["recovered"]],
             "/".join(str(check["errors"]) for check in found["checks"].values()),
             "/".join(map(str, found["n_alive"].values())),
@@ -154,3 +162,32 @@ def print_seeds(console: Console, runs: Sequence[SeedRun], seconds: float) -> No
         console.print(
             f"Recovered {sum(judged)} of {len(judged)} seeds (95 % interval {low:.0%} to {high:.0%}), {seconds:.0f} s in all"
         )
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """The numbers that were looked at, then what is wrong and what to do."""
+    n = diagnosis.numbers
+    table = Table(box=None, show_header=False, pad_edge=False)
+    falling = n["still_falling"]
+    rows = {
+        "all subcomponents kept": f"{n['divergence']['ones']:.2e}, {n['unmasked_share']:.2%} of the scale",
+        "random masks": f"{n['divergence']['stochastic']:.2e}, {n['masked_share']:.2%} of the scale",
+        "everything removed (the scale)": f"{n['divergence']['zero']:.2e}",
+        "noise of superposition": f"{n['superposition_noise']:.2e} (inactive subcomponents at random, active ones whole)",
+        "inputs with an importance near 1": "these layers do nothing on any input"
+        if n["inputs_with_an_importance_near_1"] is None
+        else f"{n['inputs_with_an_importance_near_1']:.0%} of those that need these layers",
+        "undecided importances": f"{n['undecided_importances']:.0%}",
+        "alive of C": ", ".join(f"{name} {alive} of {n['C'][name]}" for name, alive in n["alive"].items()),
+        "loss, last fifth against the one before": "too short to tell" if falling is None else f"{-falling:+.1%}",
+    }
+    for what, value in rows.items():
+        table.add_row(what, escape(value))
+    for name, identity in n["identities"].items():
+        table.add_row(f"known identity {escape(name)}", f"{identity['alive']} alive of rank {identity['rank']}")
+    console.print(table)
+    if not diagnosis.findings:
+        console.print("\n[bold green]Nothing wrong was found.[/]")
+    for finding in diagnosis.findings:
+        console.print(f"\n[bold red]{escape(finding.name)}[/]: {escape(finding.seen)}.", soft_wrap=True)
+        console.print(f"  It means: {escape(finding.means)}.\n  Do: {escape(finding.do)}.", soft_wrap=True)

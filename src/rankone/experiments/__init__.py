@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rankone.config import (
     DecompositionConfig,
@@ -36,6 +36,16 @@ DESCRIPTIVE = (
     "schema_version",
 )
 """Settings that say what a run is, not what it does."""
+
+
+def real_differences(old: "ExperimentConfig", new: "ExperimentConfig", *, besides: Sequence[str] = ()) -> list[str]:
+    """In what two runs differ, in words; how they are described does not count, nor what is named in `besides`."""
+    unread = (*DESCRIPTIVE, *besides)
+    before, after = (
+        {key: value for key, value in config.model_dump(mode="json").items() if key not in unread}
+        for config in (old, new)
+    )
+    return differences(before, after)
 
 
 class Difference(Settings):
@@ -74,6 +84,14 @@ class ExperimentConfig(DecompositionConfig):
     """Name patterns of the layers to decompose, with the number C of subcomponents of each."""
     batch_size: int = Field(default=4096, ge=1)
     """Datapoints per training step."""
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _kind(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "kind" not in value:
+            raise ValueError("kind is missing; it says which family of networks this is, for instance kind: tms")
+        return value
+
     threads: int = Field(default=1, ge=1)
     """CPU threads. A setting, not a detail: the order of summation, and so the last bit of the result, depends on it."""
 

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from rankone.checkpoint import fingerprint, read_json, write_atomic, write_json
-from rankone.config import differences, from_yaml, to_yaml, validated
+from rankone.checkpoint import fingerprint, load_sealed, read_json, write_atomic, write_json
+from rankone.config import from_yaml, to_yaml, validated
 from rankone.decomposition import Decomposition, build, decompose, load
 from rankone.errors import CheckpointError
 from rankone.evaluate import Evaluation, evaluate
-from rankone.experiments import ExperimentConfig, read_text
+from rankone.experiments import ExperimentConfig, read_text, real_differences
 from rankone.report import write_report
 from rankone.targets import load_target
-from rankone.trackers import Observer
+from rankone.trackers import Observer, read_metrics
 from rankone.train import checkpoints
 
 Summary = dict[str, Any]
@@ -83,6 +83,14 @@ def evaluate_run(config: ExperimentConfig, result: Decomposition) -> Evaluation:
     )
 
 
+def measured(config: ExperimentConfig, result: Decomposition, evaluation: Evaluation) -> dict[str, Any]:
+    """Everything in a summary that is measured on the finished decomposition and its target."""
+    return evaluation.to_dict() | {
+        "details": config.target.details(result, evaluation.checks),
+        "target_check": config.target.check(result.model.target)[1],
+    }
+
+
 def reopen(out: Path) -> tuple[ExperimentConfig, Decomposition, Summary]:
     """A finished run from its directory."""
     config = read_config(out)
@@ -95,6 +103,27 @@ def reopen(out: Path) -> tuple[ExperimentConfig, Decomposition, Summary]:
             f"{out / 'summary.json'} is not the summary of a run. Delete it and finish the run: rankone run {out} --resume"
         )
     return config, load(out / "decomposition", load_target(config.target)), summary
+
+
+def open_as_it_is(out: Path) -> tuple[ExperimentConfig, Decomposition, int]:
+    """A run from its directory, finished or not, and how many steps it has done."""
+    config = read_config(out)
+    if (out / "summary.json").is_file():
+        config, result, _ = reopen(out)
+        return config, result, config.steps
+    torch.set_num_threads(config.threads)
+    found = checkpoints(out)
+    if not found:
+        raise CheckpointError(
+            f"{out} has no checkpoint yet: there is nothing to look at. Go on with: rankone run {out} --resume"
+        )
+    tensors, meta = load_sealed(found[-1])
+    model = build(load_target(config.target), config.layers, config, None)
+    with torch.no_grad():
+        for name, tensor in model.named_tensors().items():
+            tensor.copy_(tensors[f"parameter/{name}"])
+    history = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] < meta["step"]]
+    return config, Decomposition(model, config, history, meta["seconds"]), meta["step"]
 
 
 def read_config(out: Path) -> ExperimentConfig:
@@ -112,7 +141,7 @@ def _prepare(config: ExperimentConfig, out: Path, resume: bool) -> Summary | Non
         return None
     if not resume:
         refuse_existing(out)
-    differing = differences(read_config(out).model_dump(mode="json"), config.model_dump(mode="json"))
+    differing = real_differences(read_config(out), config)
     if differing:
         raise CheckpointError(
             f"{out} holds a run with other settings: {'; '.join(differing)}. "
@@ -132,7 +161,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def _summary(config: ExperimentConfig, result: Decomposition, evaluation: Evaluation) -> Summary:
-    found = evaluation.to_dict()
+    found = measured(config, result, evaluation)
     return {
         "experiment": config.experiment,
         "preset": config.preset,

@@ -3,7 +3,6 @@
 Needs the extra `report` (matplotlib, jinja2). Figures are drawn once as SVG, kept in figures/ and set into the page.
 """
 
-import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from rankone.config import to_yaml
 from rankone.decomposition import Decomposition
 from rankone.evaluate import Evaluation
 from rankone.metrics import CERTAIN, IMPORTANT
+from rankone.targets import TargetSettings
+from rankone.targets.resid_mlp import ResidualTarget
 
 if TYPE_CHECKING:
     from rankone.experiments import ExperimentConfig
@@ -45,7 +46,7 @@ def write_report(
     """Draw the figures and write report.html into a run directory; return its path."""
     from jinja2 import Environment, StrictUndefined
 
-    pictures = draw(result, evaluation)
+    pictures = draw(result, evaluation, config.target)
     for old in (out / "figures").glob("*.svg"):
         old.unlink()
     for picture in pictures:
@@ -79,7 +80,7 @@ def write_report(
     return out / "report.html"
 
 
-def draw(result: Decomposition, evaluation: Evaluation) -> list[Picture]:
+def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) -> list[Picture]:
     """Every figure that suits this decomposition, that of training last."""
     views = {name: result.components(name) for name in result.layers}
     tied = result.model.tied
@@ -127,6 +128,19 @@ def draw(result: Decomposition, evaluation: Evaluation) -> list[Picture]:
         )
         figure = plot.importance_heatmap(evaluation.probe_importances, evaluation.checks, labels)
         pictures.append(_picture("importances", "Causal importances on one-hot inputs", caption, figure))
+    if isinstance(target, ResidualTarget) and set(target.ground_truth()) <= set(views):
+        found = target.contributions(result)
+        numbers = found.to_dict()
+        caption = (
+            "How much each neuron contributes to computing the first ten features: in the target, and in the single subcomponent of W_in that "
+            "contributes most. Where the decomposition is right, the two look the same."
+        )
+        figure = plot.contribution_bars(found.model, found.subcomponents)
+        pictures.append(_picture("contributions", "Neuron contributions", caption, figure))
+        caption = "The same of all features and neurons; a perfect match is the diagonal."
+        note = f"correlation {numbers['correlation']:.4f}\nslope {numbers['slope']:.3f}\nlargest deviation {numbers['largest_deviation']:.3f}"
+        figure = plot.contribution_scatter(found.model, found.subcomponents, target.n_blocks, note)
+        pictures.append(_picture("scatter", "All neuron contributions", caption, figure))
     caption = "Left: the terms of the loss on a logarithmic scale. Right: how many subcomponents are important on an average datapoint."
     pictures.append(_picture("losses", "Training", caption, plot.loss_curves(result.history)))
     return pictures
@@ -138,13 +152,7 @@ def _label(name: str, evaluation: Evaluation) -> str:
 
 
 def _picture(name: str, title: str, caption: str, figure: Any) -> Picture:
-    import matplotlib as mpl
-
-    buffer = io.StringIO()
-    # A fixed salt and no date: the same figure is the same file.
-    with mpl.rc_context({"svg.hashsalt": f"rankone-{name}"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return Picture(name, title, caption, buffer.getvalue())
+    return Picture(name, title, caption, plot.to_svg(figure, name))
 
 
 def _inline(svg: str) -> str:

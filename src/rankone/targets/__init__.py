@@ -1,20 +1,23 @@
 """The paper's target networks: built, trained, checked, and pinned by fingerprint.
 
-A pinned target is a few kB of safetensors inside the package, so that everyone decomposes the same network. Each family
-of models is one file with one settings class (`TMSTarget`): build, sampler, probe, ground truth, train, check.
+A pinned target is a few (or, for residual MLPs, a few hundred) kB of safetensors inside the package, so that everyone decomposes the same network. Each family
+of models is one file with one settings class (`TMSTarget`, `ResidualTarget`): build, sampler, probe, ground truth, train, check, details.
 """
 
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
 from torch import nn
 
 from rankone.checkpoint import fingerprint, load_sealed, save_sealed
 from rankone.errors import TargetError, near_matches
+from rankone.targets.resid_mlp import ResidualTarget
 from rankone.targets.tms import TMSTarget
 
-TargetSettings = TMSTarget
+TargetSettings = Annotated[TMSTarget | ResidualTarget, Field(discriminator="kind")]
 """Every family of targets an experiment can name."""
 
 _PINNED = Path(str(files("rankone.targets") / "pinned"))

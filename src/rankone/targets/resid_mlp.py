@@ -6,13 +6,25 @@ written to it, so its writers are `FactoredLinear`: it is never formed.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor, nn
 
-from rankone.factored import FactoredLinear
+from rankone.config import Settings
+from rankone.data import generator_for
+from rankone.decomposition import Decomposition
+from rankone.factored import Activation, FactoredLinear
+from rankone.metrics import CERTAIN, IMPORTANT, Check, Pattern
+from rankone.targets.tms import SparseFeatures
+
+Factors = tuple[Float[Tensor, "d_out C"], Float[Tensor, "C d_in"]]
 
 
 class ResidualBlock(nn.Module):
@@ -23,7 +35,7 @@ class ResidualBlock(nn.Module):
         self.mlp_in = nn.Linear(d_stream, n_neurons, bias=False)
         self.mlp_out = FactoredLinear(n_neurons, d_stream)
 
-    def forward(self, stream: Float[Tensor, "*lead stream"]) -> Float[Tensor, "*lead stream"]:
+    def forward(self, stream: Activation) -> Activation:
         return self.mlp_out(F.relu(self.mlp_in(stream)))
 
 
@@ -47,3 +59,194 @@ class ResidualMLP(nn.Module):
         for block in self.blocks:
             stream = stream + block(stream)
         return F.linear(stream, self.embed.weight.T)
+
+
+class ResidualTraining(Settings):
+    """The recipe for the target: AdamW with the usual (half-wave) cosine."""
+
+    steps: int = Field(default=1_000, ge=1)
+    """Training steps."""
+    batch_size: int = Field(default=2048, ge=1)
+    """Datapoints per step."""
+    lr: float = Field(default=3e-3, gt=0)
+    """The largest learning rate; it falls to 0 along half a cosine wave."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
+    seed: int = Field(default=0, ge=0)
+    """The seed of the pinned weights. train-target tries this one first, then the next, until a target passes its check."""
+
+
+class ResidualTarget(Settings):
+    """A residual MLP that computes x + ReLU(x) of more features than it has neurons."""
+
+    kind: Literal["resid_mlp"] = "resid_mlp"
+    """The family of models."""
+    n_features: int = Field(default=100, ge=1)
+    """Features of the input."""
+    d_stream: int = Field(default=1000, ge=1)
+    """Width of the residual stream."""
+    n_blocks: int = Field(default=1, ge=1)
+    """MLP blocks."""
+    n_neurons: int = Field(default=50, ge=1)
+    """Neurons in each of them."""
+    feature_probability: float = Field(default=0.01, gt=0, le=1)
+    """How often each feature is on."""
+    training: ResidualTraining = ResidualTraining()
+    """How the target is trained."""
+    weights: str = ""
+    """The trained weights: the name of a pinned target, or the path of a file written by train-target."""
+    sha256: str | None = None
+    """The fingerprint that the loaded weights must have; null to take them as they are."""
+
+    similarity_of: ClassVar[str | None] = None
+    """No column of a matrix is a mechanism here; see `neuron_contributions` instead."""
+
+    def build(self, seed: int = 0) -> ResidualMLP:
+        init = generator_for(seed, "target/init")
+        return ResidualMLP(self.n_features, self.d_stream, self.n_blocks, self.n_neurons, init)
+
+    def sampler(self, batch_size: int) -> SparseFeatures:
+        return SparseFeatures(self.n_features, self.feature_probability, batch_size, -1.0, 1.0)
+
+    def probe(self) -> Float[Tensor, "features features"]:
+        """One one-hot row per feature, at three quarters of its range."""
+        return 0.75 * torch.eye(self.n_features)
+
+    def ground_truth(self) -> dict[str, tuple[Pattern, int]]:
+        """The pattern of importances that each matrix must show: one subcomponent per feature going in, dense coming out."""
+        patterns: dict[str, tuple[Pattern, int]] = {}
+        for i in range(self.n_blocks):
+            patterns[f"blocks.{i}.mlp_in"] = ("identity", self.n_features)
+            patterns[f"blocks.{i}.mlp_out"] = ("dense", self.n_neurons)
+        return patterns
+
+    def train(self, seed: int) -> tuple[ResidualMLP, float]:
+        """Train a fresh target; also return its mean loss over the last hundredth of training."""
+        model = self.build(seed)
+        recipe = self.training
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
+        sampler = self.sampler(recipe.batch_size)
+        tail = max(1, recipe.steps // 100)
+        losses: list[Tensor] = []
+        for step in range(recipe.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr * (1 + math.cos(math.pi * step / recipe.steps)) / 2
+            x = sampler.dense(generator_for(seed, "target/data", step))
+            loss = F.mse_loss(model(x), labels(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step >= recipe.steps - tail:
+                losses.append(loss.detach())
+        for p in model.parameters():
+            p.grad = None
+        return model.eval(), float(torch.stack(losses).mean())
+
+    @torch.no_grad()
+    def check(self, model: nn.Module) -> tuple[bool, dict[str, float]]:
+        """Whether a trained network is a good target, and the numbers that decide it.
+
+        The naive solution gives each neuron to one feature and leaves the other features alone; a network that computes
+        in superposition is well below its loss. Both are measured on the same data, with the same embedding, whose own interference
+        both must bear.
+        """
+        assert isinstance(model, ResidualMLP)
+        x = self.sampler(50_000).dense(generator_for(0, "target/check"))
+        loss = float(F.mse_loss(model(x), labels(x)))
+        naive = float(F.mse_loss(self._naive(model)(x), labels(x)))
+        found = {"loss": loss, "naive_loss": naive, "share_of_naive_loss": loss / naive}
+        return found["share_of_naive_loss"] < WELL_BELOW, found
+
+    def details(self, decomposition: Decomposition, checks: Mapping[str, Check]) -> dict[str, Any]:
+        """What is worth knowing of a decomposition besides its recovery: neuron contributions, and importances on negative inputs."""
+        found: dict[str, Any] = {}
+        if set(self.ground_truth()) <= set(decomposition.layers):
+            found["neuron_contributions"] = self.contributions(decomposition).to_dict()
+        negative = decomposition.importances(-self.probe())
+        for name, check in checks.items():
+            if check.pattern == "identity" and negative[name].shape[1] >= self.n_features:
+                own = negative[name][torch.arange(self.n_features), check.order[: self.n_features]]
+                found.setdefault("probe_at_minus_0.75", {})[name] = {
+                    "own_certain": int((own >= CERTAIN).sum()),
+                    "own_mean": float(own.mean()),
+                    "stray": int((negative[name] > IMPORTANT).sum() - (own > IMPORTANT).sum()),
+                }
+        return found
+
+    def contributions(self, decomposition: Decomposition) -> "Contributions":
+        model = decomposition.model.target
+        assert isinstance(model, ResidualMLP)
+        views = {name: decomposition.components(name) for name in self.ground_truth()}
+        return neuron_contributions(model, {name: (view.U, view.V) for name, view in views.items()})
+
+    def _naive(self, model: ResidualMLP) -> ResidualMLP:
+        """The same embedding, with one neuron for each feature until there are no more neurons; each reads and writes its feature and no other."""
+        naive = self.build()
+        W_E = model.embed.weight
+        dual = torch.linalg.pinv(W_E)  # row f is 1 on feature f and 0 on every other
+        naive.embed.weight.copy_(W_E)
+        first = 0
+        for block in naive.blocks:
+            assert isinstance(block, ResidualBlock)
+            for p in block.parameters():
+                p.zero_()
+            own = dual[first : first + self.n_neurons]
+            block.mlp_in.weight[: len(own)] = own
+            block.mlp_out.weight[:, : len(own)] = own.T
+            first += self.n_neurons
+        return naive
+
+
+WELL_BELOW = 0.7
+"""A good target's loss is at most this share of the naive solution's."""
+
+
+def labels(x: Tensor) -> Tensor:
+    """What the network is to compute."""
+    return x + F.relu(x)
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """How much each neuron contributes to computing each feature: in the target, and in single subcomponents of W_in.
+
+    Neurons of all blocks stand side by side, in the order of the blocks.
+    """
+
+    model: Float[Tensor, "features neurons"]
+    subcomponents: Float[Tensor, "features neurons"]
+
+    def to_dict(self) -> dict[str, float]:
+        """How well the two match: correlation, slope of the regression of one on the other, and largest deviation."""
+        x, y = (t.flatten().double().numpy() for t in (self.model, self.subcomponents))
+        slope, offset = np.polyfit(x, y, 1)
+        return {
+            "correlation": float(np.corrcoef(x, y)[0, 1]),
+            "slope": float(slope),
+            "offset": float(offset),
+            "largest_deviation": float(np.abs(x - y).max()),
+            "largest_contribution": float(np.abs(x).max()),
+        }
+
+
+@torch.no_grad()
+def neuron_contributions(model: ResidualMLP, factors: Mapping[str, Factors]) -> Contributions:
+    """The paper's two equations of neuron contributions, for all features.
+
+    `factors` maps layer names to (U, V). For every feature and block the subcomponent of W_in that contributes most in all is taken:
+    the paper's equation takes the maximum for each neuron, which cannot show a negative contribution.
+    """
+    W_E = model.embed.weight
+    in_model, in_parts = [], []
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, ResidualBlock)
+        read_off = W_E.T @ block.mlp_out.weight  # [features, neurons]
+        in_model.append(read_off * (block.mlp_in.weight @ W_E).T)
+        U_in, V_in = factors[f"blocks.{i}.mlp_in"]
+        U_out, V_out = factors[f"blocks.{i}.mlp_out"]
+        read_off = W_E.T @ U_out @ V_out
+        single = torch.einsum("fn,nc,cf->fcn", read_off, U_in, V_in @ W_E)
+        chosen = single.sum(-1).argmax(1)
+        in_parts.append(single[torch.arange(len(chosen)), chosen])
+    return Contributions(torch.cat(in_model, 1), torch.cat(in_parts, 1))

@@ -5,6 +5,7 @@ identity matrices between W and Wᵀ (section 3.2).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from rankone.adapters import LinearAdapter, register_adapter
 from rankone.config import Settings
 from rankone.data import WeightedBatch, generator_for
-from rankone.metrics import Pattern
+from rankone.decomposition import Decomposition
+from rankone.metrics import Check, Pattern
 
 
 class TransposedLinear(nn.Module):
@@ -146,7 +148,7 @@ class TMSTarget(Settings):
     sha256: str | None = None
     """The fingerprint that the loaded weights must have; null to take them as they are."""
 
-    similarity_of: ClassVar[str] = "embed"
+    similarity_of: ClassVar[str | None] = "embed"
     """The matrix whose columns MMCS and ML2R are about."""
 
     def build(self) -> TMS:
@@ -191,13 +193,18 @@ class TMSTarget(Settings):
             p.grad = None
         return model.eval(), float(torch.stack(losses).mean())
 
+    def details(self, decomposition: Decomposition, checks: Mapping[str, Check]) -> dict[str, Any]:
+        """MMCS and ML2R say it all here."""
+        return {}
+
     @torch.no_grad()
-    def check(self, model: TMS) -> tuple[bool, dict[str, float]]:
+    def check(self, model: nn.Module) -> tuple[bool, dict[str, float]]:
         """Whether a trained network is a good target, and the numbers that decide it.
 
         Every feature must come back from its own one-hot input well above whatever else comes back with it; a two-dimensional
         model must also be a regular polygon.
         """
+        assert isinstance(model, TMS)
         W = model.embed.weight
         out = model(torch.eye(self.n_features))
         own = out.diagonal()

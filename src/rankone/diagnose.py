@@ -1,0 +1,380 @@
+"""What is wrong with a decomposition, and which setting to move: the heuristics of appendix A.3 of the paper, as measurements.
+
+Nothing here needs to know the true mechanisms. Each heuristic is a number with a limit; one that is over its limit becomes a `Finding`
+that says what was seen, what it means, and what to do. Limits are at the top of the file, with the reason for each.
+
+`insert_identity` puts a known mechanism into a model of your own before decomposing it; `diagnose` looks for every such matrix.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankone.data import Data, batches, seed_for, shares_of, to_device
+from rankone.decomposition import Decomposition
+from rankone.errors import LayerError
+from rankone.importance import clipped
+from rankone.losses import Divergence, distance, divergence_named
+from rankone.masks import SOURCES, uniform
+from rankone.metrics import CERTAIN, IMPORTANT
+from rankone.trackers import Record
+
+UNMASKED = 0.01
+"""Largest divergence of the sum of all subcomponents, relative to removing everything: it is the target, up to rounding and a last bit of training."""
+MASKED = 0.1
+"""Largest divergence under random masks, relative to removing everything; the paper's own runs have 0.01 to 0.05."""
+NOISE = 3.0
+"""How many times larger the reconstruction loss may be than the interference of inactive subcomponents explains."""
+REACHING_ONE = 0.5
+"""On at least this share of inputs some importance must be near 1."""
+UNDECIDED = 0.3
+"""Largest share of the importances above 0.1 that are below 0.9. A settled importance is near 0 or near 1, unless the penalty is gentle on small ones (p above 1)."""
+FALLING = 0.05
+"""By how much the loss may still fall from the second last to the last fifth of training."""
+TOGETHER = 0.5
+"""Share of a known mechanism's subcomponents that must act where any of them does. (Not all: an input may need only some directions.)"""
+MISSING = 0.1
+"""How far the alive subcomponents of a known mechanism may be from its matrix, relative to its size."""
+SHARED = 0.95
+"""Cosine of read or write vectors, and agreement of use, from which on two subcomponents are one mechanism cut in two."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong: what was seen, what it means, what to do."""
+
+    name: str
+    seen: str
+    means: str
+    do: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Every number that was looked at, and what is wrong, gravest first."""
+
+    numbers: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass
+class _Seen:
+    """What a few batches show."""
+
+    divergence: dict[str, float]
+    """Mask source -> divergence from the target."""
+    noise: float
+    reaching_one: float | None
+    """None where these layers do nothing on any input."""
+    undecided: float
+    alive: dict[str, Tensor]
+    used: dict[str, Tensor]
+    """Layer -> `[datapoints, C]`, whether each subcomponent is important."""
+
+
+@torch.no_grad()
+def diagnose(
+    decomposition: Decomposition,
+    data: Data,
+    *,
+    divergence: Divergence | None = None,
+    steps_done: int | None = None,
+    n_batches: int = 4,
+    seed: int = 0,
+) -> Diagnosis:
+    """Look for everything that is known to go wrong. `steps_done` is how far an unfinished run has come."""
+    seen = _look(decomposition, data, divergence, n_batches, seed)
+    scale = max(seen.divergence["zero"], 1e-30)
+    numbers: dict[str, Any] = {
+        "divergence": seen.divergence,
+        "unmasked_share": seen.divergence["ones"] / scale,
+        "masked_share": seen.divergence["stochastic"] / scale,
+        "rounded_share": seen.divergence["rounded"] / scale,
+        "superposition_noise": seen.noise,
+        "inputs_with_an_importance_near_1": seen.reaching_one,
+        "undecided_importances": seen.undecided,
+        "alive": {name: int(alive.sum()) for name, alive in seen.alive.items()},
+        "C": {name: layer.C for name, layer in decomposition.model.layers.items()},
+        "still_falling": _falling(decomposition.history),
+        "cramped": [name for name, alive in seen.alive.items() if _cramped(decomposition, name, int(alive.sum()))],
+        "cut_in_two": {name: _cut_in_two(decomposition, name, used) for name, used in seen.used.items()},
+        "identities": _identities(decomposition, seen),
+        "p": getattr(decomposition.config.losses.get("importance_minimality"), "p", 1.0),
+        "steps": decomposition.config.steps,
+        "steps_done": steps_done,
+    }
+    return Diagnosis(numbers, _findings(numbers))
+
+
+def _look(decomposition: Decomposition, data: Data, divergence: Divergence | None, n_batches: int, seed: int) -> _Seen:
+    model = decomposition.model
+    compare = divergence or decomposition.divergence or divergence_named(decomposition.config.divergence)
+    totals = dict.fromkeys(SOURCES, 0.0)
+    noise = reaching = concerned = undecided = decided = 0.0
+    used: dict[str, list[Tensor]] = {name: [] for name in model.layers}
+    alive = {name: torch.zeros(layer.C, dtype=torch.bool) for name, layer in model.layers.items()}
+    for i, drawn in enumerate(islice(batches(data, seed, stream="diagnosis"), n_batches)):
+        batch = to_device(drawn, model.device)
+        shares = shares_of(batch)
+        clean = model.clean(batch)
+        raw = model.raw_importances(model.inner(clean))
+        importances = {name: clipped(r) for name, r in raw.items()}
+        for source, make in SOURCES.items():
+            masks = {name: make(r, seed_for(seed, f"diagnosis/{source}/{name}", i)) for name, r in raw.items()}
+            totals[source] += float(distance(compare, model.masked(batch, masks), clean.output, shares)) / n_batches
+        # Active subcomponents whole, inactive ones at random: what interference alone does.
+        interfering = {
+            name: torch.where(g > IMPORTANT, 1.0, uniform(seed_for(seed, f"diagnosis/noise/{name}", i), g))
+            for name, g in importances.items()
+        }
+        noise += float(distance(compare, model.masked(batch, interfering), clean.output, shares)) / n_batches
+        # Only inputs on which these layers do anything at all can be expected to have a certain importance.
+        without = model.masked(batch, {name: torch.zeros_like(r) for name, r in raw.items()})
+        moved = (without - clean.output).abs()
+        change, *largest = _common(
+            [moved if moved.dim() == 1 else moved.amax(-1), *(g.amax(-1) for g in importances.values())]
+        )
+        matters = change > 1e-3 * change.max()
+        reaching += float(((torch.stack(largest).amax(0) >= CERTAIN) & matters).sum())
+        concerned += float(matters.sum())
+        for name, g in importances.items():
+            flat = g.reshape(-1, g.shape[-1])
+            important = flat > IMPORTANT
+            used[name].append(important.cpu())
+            alive[name] |= important.any(0).cpu()
+            undecided += float((important & (flat < CERTAIN)).sum())
+            decided += float((flat >= CERTAIN).sum())
+    return _Seen(
+        divergence=totals,
+        noise=noise,
+        reaching_one=reaching / concerned if concerned else None,
+        undecided=undecided / max(undecided + decided, 1.0),
+        alive=alive,
+        used={name: torch.cat(parts) for name, parts in used.items()},
+    )
+
+
+def _common(values: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers per datapoint of tensors with different leading dimensions, reduced (by their largest) to the dimensions they share."""
+    dims = min(v.dim() for v in values)
+    reduced = [v.flatten(dims - 1).amax(-1) if dims and v.dim() > dims else v for v in values]
+    return list(torch.broadcast_tensors(*reduced))
+
+
+def _falling(history: Sequence[Record]) -> float | None:
+    """By what share the mean loss fell from the second last to the last fifth of training; None for too few records."""
+    losses = [record["loss"]["total"] for record in history]
+    fifth = len(losses) // 5
+    if fifth < 2:
+        return None
+    before, after = losses[-2 * fifth : -fifth], losses[-fifth:]
+    return 1 - (sum(after) / fifth) / max(sum(before) / fifth, 1e-30)
+
+
+def _cramped(decomposition: Decomposition, name: str, alive: int) -> bool:
+    """Whether a matrix came back as no more than its rank although, with so small a C, its inputs could not have had one each."""
+    layer = decomposition.model.layer(name)
+    W = layer.matrix()
+    return 0 < alive <= min(W.shape) and alive < layer.C < W.shape[1] and alive <= int(torch.linalg.matrix_rank(W))
+
+
+def _cut_in_two(decomposition: Decomposition, name: str, used: Tensor) -> int:
+    """Pairs of alive subcomponents that read or write the same direction and are important on the same datapoints.
+
+    Their sum is a rank-one matrix (or nearly), so one subcomponent could do the work of both.
+    """
+    alive = torch.nonzero(used.any(0)).flatten()
+    if len(alive) < 2:
+        return 0
+    view = decomposition.components(name)
+    U = nn.functional.normalize(view.U.cpu()[:, alive], dim=0)
+    V = nn.functional.normalize(view.V.cpu()[alive], dim=1)
+    same = torch.maximum((U.T @ U).abs(), (V @ V.T).abs()) > SHARED
+    on = used[:, alive].double()
+    both = on.T @ on
+    either = on.sum(0).unsqueeze(0) + on.sum(0).unsqueeze(1) - both
+    together = both / either.clamp(min=1) > SHARED
+    return int((same & together).triu(diagonal=1).sum())
+
+
+def _identities(decomposition: Decomposition, seen: _Seen) -> dict[str, dict[str, Any]]:
+    """Matrices that are known to be one mechanism: how many subcomponents they came back as, and whether those act together."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in decomposition.layers:
+        view = decomposition.components(name)
+        W = view.target
+        if W.shape[0] != W.shape[1] or not torch.equal(W.cpu(), torch.eye(W.shape[0], dtype=W.dtype)):
+            continue
+        alive = seen.alive[name]
+        remade = view.U.cpu()[:, alive] @ view.V.cpu()[alive]
+        used = seen.used[name][:, alive].double()
+        active = used[used.any(1)]
+        found[name] = {
+            "rank": W.shape[0],
+            "alive": int(alive.sum()),
+            "act_together": float(active.mean()) if active.numel() else 0.0,
+            "missing": float((remade - W.cpu()).norm() / W.cpu().norm()),
+        }
+    return found
+
+
+def _findings(n: Mapping[str, Any]) -> list[Finding]:
+    """What the numbers mean."""
+    found: list[Finding] = []
+    if n["steps_done"] is not None and n["steps_done"] < n["steps"]:
+        found.append(
+            Finding(
+                "unfinished",
+                f"training has reached step {n['steps_done']:,} of {n['steps']:,}",
+                "whatever else is found may be gone at the end",
+                "finish the run: rankone run DIR --resume",
+            )
+        )
+    if n["still_falling"] is not None and n["still_falling"] > FALLING:
+        found.append(
+            Finding(
+                "unconverged",
+                f"the loss still fell by {n['still_falling']:.0%} from the second last to the last fifth of training (limit {FALLING:.0%})",
+                "training stopped before it had settled",
+                "raise `steps`",
+            )
+        )
+    if n["unmasked_share"] > UNMASKED:
+        found.append(
+            Finding(
+                "unfaithful",
+                f"with all subcomponents kept, the output differs from the target by {n['unmasked_share']:.1%} of what removing all of them does (limit {UNMASKED:.0%})",
+                "the subcomponents do not sum to the network",
+                "raise `losses.faithfulness.coefficient`, give `faithfulness_warmup.steps` 200, or raise `steps`",
+            )
+        )
+    full = [name for name, alive in n["alive"].items() if alive == n["C"][name]]
+    if n["cramped"]:
+        found.append(
+            Finding(
+                "C too small",
+                "; ".join(
+                    f"{name} came back as {n['alive'][name]} subcomponents, no more than its rank, out of {n['C'][name]}, which is less than it has inputs"
+                    for name in n["cramped"]
+                ),
+                "it is one mechanism, or there was too little room for a sparser decomposition",
+                f"raise C for {', '.join(n['cramped'])} to twice as many; if as few are alive then, it is one mechanism",
+            )
+        )
+    if full:
+        found.append(
+            Finding(
+                "C too small",
+                f"no subcomponent is dead in {', '.join(full)} (C = {', '.join(str(n['C'][name]) for name in full)})",
+                "there may be more mechanisms than subcomponents, so that some must share one",
+                f"raise C for {', '.join(full)}, until some stay dead",
+            )
+        )
+    near_1 = n["inputs_with_an_importance_near_1"]
+    too_high = near_1 is not None and near_1 < REACHING_ONE
+    if too_high:
+        found.append(
+            Finding(
+                "importance coefficient too high",
+                f"some importance reaches {CERTAIN} on {near_1:.0%} of the inputs that need these layers (at least {REACHING_ONE:.0%})",
+                "minimality costs more than it is worth to reconstruct the output, so everything is ablated in part",
+                "lower `losses.importance_minimality.coefficient`, to a third at first",
+            )
+        )
+    if n["masked_share"] > MASKED:
+        found.append(
+            Finding(
+                "masked model too far from the target",
+                f"under random masks the output differs from the target by {n['masked_share']:.1%} of what removing everything does (limit {MASKED:.0%})",
+                "subcomponents that matter are ablated",
+                "lower `losses.importance_minimality.coefficient`, to a third at first; if the loss is still falling, raise `steps`",
+            )
+        )
+    if n["divergence"]["stochastic"] > NOISE * n["superposition_noise"] and n["masked_share"] > UNMASKED:
+        found.append(
+            Finding(
+                "more error than superposition explains",
+                f"reconstruction under random masks is {n['divergence']['stochastic']:.1e}; inactive subcomponents alone give {n['superposition_noise']:.1e} (limit {NOISE:.0f} times that)",
+                "more than interference is lost: active mechanisms are ablated in part",
+                "lower `losses.importance_minimality.coefficient`, or raise `steps`",
+            )
+        )
+    cut = {name: pairs for name, pairs in n["cut_in_two"].items() if pairs}
+    if cut and not too_high:
+        found.append(
+            Finding(
+                "importance coefficient too low",
+                "pairs of subcomponents read or write one direction and are always used together: "
+                + ", ".join(f"{pairs} in {name}" for name, pairs in cut.items()),
+                "one mechanism is spread over several subcomponents, which costs too little",
+                "raise `losses.importance_minimality.coefficient`, to three times as much at first",
+            )
+        )
+    if n["undecided_importances"] > UNDECIDED and n["p"] <= 1 and not too_high:
+        found.append(
+            Finding(
+                "undecided importances",
+                f"{n['undecided_importances']:.0%} of the importances above {IMPORTANT} are below {CERTAIN} (limit {UNDECIDED:.0%})",
+                "importances have not settled at 0 and 1",
+                "raise `steps`; if that does not help, the importance coefficient is on the edge of too high or too low: try a third and three times as much",
+            )
+        )
+    for name, identity in n["identities"].items():
+        whole = identity["act_together"] >= TOGETHER and identity["missing"] <= MISSING
+        if identity["alive"] != identity["rank"] or not whole:
+            more = identity["alive"] > identity["rank"]
+            found.append(
+                Finding(
+                    "known mechanism not recovered",
+                    f"{name} is an identity of rank {identity['rank']}: one mechanism. It came back as {identity['alive']} subcomponents, "
+                    f"of which {identity['act_together']:.0%} act when any does and which lack {identity['missing']:.0%} of it",
+                    "the settings do not recover what is known, so what they say about the rest cannot be trusted",
+                    f"{'raise' if more else 'lower'} `losses.importance_minimality.coefficient`, or raise `steps`",
+                )
+            )
+    return found
+
+
+class WithIdentity(nn.Module):
+    """A module followed by a fixed identity matrix: the same function, with one more mechanism, which is known."""
+
+    def __init__(self, module: nn.Module, width: int) -> None:
+        super().__init__()
+        self.module = module
+        self.identity = nn.Linear(width, width, bias=False)
+        self.identity.weight = nn.Parameter(torch.eye(width), requires_grad=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.identity(self.module(*args, **kwargs))
+
+
+def insert_identity(model: nn.Module, layer: str, width: int | None = None) -> nn.Module:
+    """A copy of a model with a fixed identity matrix after `layer`; decompose `LAYER.identity` along with the rest.
+
+    `width` is the size of the layer's output; it need not be given for layers with `out_features`.
+    """
+    changed = copy.deepcopy(model)
+    try:
+        module = changed.get_submodule(layer)
+    except AttributeError:
+        names = [name for name, _ in model.named_modules() if name]
+        raise LayerError(
+            f"There is no layer {layer!r} in {type(model).__name__}. Its layers: {', '.join(names)}."
+        ) from None
+    if not layer:
+        raise LayerError("Name the layer after which the identity is to stand.")
+    size = width if width is not None else getattr(module, "out_features", None)
+    if not isinstance(size, int):
+        raise LayerError(f"The output of {layer!r} ({type(module).__name__}) may have any width; pass width=.")
+    with_identity = WithIdentity(module, size)
+    like = next(module.parameters(), next(changed.parameters(), torch.zeros(())))
+    with_identity.identity.to(device=like.device, dtype=like.dtype)
+    with_identity.train(module.training)
+    parent, _, leaf = layer.rpartition(".")
+    setattr(changed.get_submodule(parent), leaf, with_identity)
+    return changed

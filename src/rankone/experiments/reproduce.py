@@ -1,0 +1,350 @@
+"""The paper's tables and figures: which runs each needs, and how it is made from what is kept of them (stored.py).
+
+A `Wanted` is one run. `rankone reproduce` makes the runs that are missing and then calls `make`, which only reads kept runs: the same call
+redraws everything from the repository's own results/.
+"""
+
+import shlex
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankone import plot
+from rankone.checkpoint import write_atomic
+from rankone.errors import ConfigError, near_matches
+from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, real_differences
+from rankone.experiments.parallel import ParallelRun
+from rankone.experiments.run import Summary
+from rankone.experiments.stored import Stored, groups, outdated
+from rankone.metrics import wilson
+
+TMS = ("tms_5-2", "tms_5-2-id", "tms_40-10", "tms_40-10-id")
+RESIDUAL = ("resid_mlp1", "resid_mlp2", "resid_mlp3")
+EXPERIMENTS = TMS + RESIDUAL
+SEEDS = {
+    "default": dict(zip(EXPERIMENTS, (10, 10, 5, 5, 5, 3, 1), strict=True)),
+    "paper": dict(zip(EXPERIMENTS, (3, 3, 1, 1, 3, 1, 1), strict=True)),
+}
+"""How many seeds of each experiment are run unless another number is asked for."""
+BETA3 = "losses.importance_minimality.coefficient"
+BETA3_FACTORS = (0.01, 0.1, 1, 10, 100)
+"""The importance coefficients of the figure that varies it, relative to the right one."""
+C_FACTORS = (1, 2, 4)
+"""How many times the usual number of subcomponents the test for feature splitting offers."""
+SPLIT = ("tms_5-2-id", "tms_40-10-id")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One run that a table or figure needs."""
+
+    experiment: str
+    preset: str = "default"
+    seed: int = 0
+    overrides: tuple[str, ...] = ()
+    label: str = ""
+    """What is special about it, for its name."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment}-{self.preset}-seed{self.seed}{f'-{self.label}' if self.label else ''}"
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """Its settings, on one thread: runs go side by side, which is the better use of several cores (benchmarks/seeds.py)."""
+        changes = [*self.overrides, "threads=1"]
+        return experiment_config(self.experiment, preset=self.preset, seed=self.seed, assignments=changes)
+
+    @property
+    def command(self) -> str:
+        """How to make this run, and no other."""
+        words = ["rankone", "run", self.experiment, "--preset", self.preset, "--seed", str(self.seed)]
+        return shlex.join([*words, *self.overrides, "threads=1"])
+
+
+def beta3_runs(preset: str) -> list[Wanted]:
+    right = experiment_config("resid_mlp1", preset=preset).losses["importance_minimality"].coefficient
+    return [
+        Wanted("resid_mlp1", preset)
+        if factor == 1
+        else Wanted("resid_mlp1", preset, 0, (f"{BETA3}={right * factor:g}",), f"beta3-{right * factor:g}")
+        for factor in BETA3_FACTORS
+    ]
+
+
+def splitting_runs(preset: str) -> list[Wanted]:
+    runs = []
+    for name in SPLIT:
+        usual = experiment_config(name, preset=preset).layers
+        for factor in C_FACTORS:
+            more = tuple(f"layers.{layer}={factor * C}" for layer, C in usual.items()) if factor > 1 else ()
+            runs.append(Wanted(name, preset, 0, more, f"C-{factor}x" if factor > 1 else ""))
+    return runs
+
+
+def seed_runs(names: Iterable[str], preset: str, seeds: int | None) -> list[Wanted]:
+    return [Wanted(name, preset, s) for name in names for s in range(seeds or SEEDS[preset][name])]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as rows of text."""
+
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(self.head) + " |", "|" + "---|" * len(self.head)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return f"## {self.title}\n\n{self.note}\n\n" + "\n".join(lines) + "\n"
+
+
+def _spread(values: Sequence[float]) -> str:
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{deviation}"
+
+
+def _share(runs: Sequence[Summary]) -> str:
+    good = sum(bool(run["recovered"]) for run in runs)
+    low, high = wilson(good, len(runs))
+    return f"{good} of {len(runs)} ({low:.0%} to {high:.0%})"
+
+
+def _by_group(runs: Mapping[str, Stored], names: Sequence[str]) -> list[tuple[str, str, list[Summary]]]:
+    found = groups(runs)
+    return [(name, preset, found[name, preset]) for name in names for preset in PRESETS if (name, preset) in found]
+
+
+def table1(runs: Mapping[str, Stored]) -> Table:
+    """The paper's Table 1."""
+    rows = []
+    for name, preset, of in _by_group(runs, TMS):
+        paper = experiment_config(name).paper_reports
+        ours = [_spread([run[key] for run in of]) for key in ("mmcs", "ml2r")]
+        theirs = [f"{paper[key]:.3f} ± {paper[f'{key}_deviation']:.3f}" for key in ("mmcs", "ml2r")]
+        rows.append((name, preset, str(len(of)), ours[0], theirs[0], ours[1], theirs[1]))
+    return Table(
+        "Table 1: how the subcomponents of W compare with its columns",
+        "Mean and standard deviation over seeds, over alive subcomponents (those that are important on some datapoint or probe).",
+        ("experiment", "preset", "seeds", "MMCS", "paper", "ML2R", "paper"),
+        rows,
+    )
+
+
+def recovery(runs: Mapping[str, Stored]) -> Table:
+    """Which seeds were recovered, of every experiment."""
+    rows = []
+    for name, preset, of in _by_group(runs, EXPERIMENTS):
+        failed = [
+            f"{run['seed']} ({sum(c['errors'] for c in run['checks'].values())})" for run in of if not run["recovered"]
+        ]
+        minutes = statistics.median(run["wall_seconds"] for run in of) / 60
+        rows.append((name, preset, f"{of[0]['steps']:,}", _share(of), ", ".join(failed) or "none", f"{minutes:.1f}"))
+    return Table(
+        "Recovery: seeds without a single error in any matrix",
+        "The share of recovered seeds with its Wilson 95 % interval; failed seeds with the number of their errors; median minutes of a run "
+        "on one thread, beside other runs.",
+        ("experiment", "preset", "steps", "recovered", "failed seeds (errors)", "minutes"),
+        rows,
+    )
+
+
+def contributions(runs: Mapping[str, Stored]) -> Table:
+    """How well neuron contributions of single subcomponents match the target's."""
+    rows = []
+    for name, preset, of in _by_group(runs, RESIDUAL):
+        found = [run["details"]["neuron_contributions"] for run in of]
+        keys = ("correlation", "slope", "largest_deviation", "largest_contribution")
+        rows.append((name, preset, str(len(of)), *(_spread([f[key] for f in found]) for key in keys)))
+    return Table(
+        "Neuron contributions: single subcomponents of W_in against the target",
+        "Over all features and neurons. A slope above 1 is the skew that the paper sees with two layers.",
+        ("experiment", "preset", "seeds", "correlation", "slope", "largest deviation", "largest contribution"),
+        rows,
+    )
+
+
+def splitting(runs: Mapping[str, Stored]) -> Table:
+    """Whether more subcomponents are used when more are offered."""
+    rows = []
+    for preset in PRESETS:
+        for wanted in splitting_runs(preset):
+            if wanted.name not in runs or outdated(runs[wanted.name]):
+                continue
+            run = runs[wanted.name].summary
+            offered = next(iter(runs[wanted.name].config.layers.values()))
+            alive = ", ".join(f"{layer} {n}" for layer, n in run["n_alive"].items())
+            expected = ", ".join(str(check["expected"]) for check in run["checks"].values())
+            rows.append((wanted.experiment, preset, str(offered), alive, expected, "yes" if run["recovered"] else "no"))
+    return Table(
+        "Feature splitting: subcomponents that are alive when more are offered",
+        "C is the number offered for each matrix, 1, 2 and 4 times the usual; seed 0.",
+        ("experiment", "preset", "C", "alive", "expected", "recovered"),
+        rows,
+    )
+
+
+TABLES: dict[str, tuple[Callable[[Mapping[str, Stored]], Table], Callable[[str, int | None], list[Wanted]]]] = {
+    "table1": (table1, lambda preset, seeds: seed_runs(TMS, preset, seeds)),
+    "recovery": (recovery, lambda preset, seeds: seed_runs(EXPERIMENTS, preset, seeds)),
+    "contributions": (contributions, lambda preset, seeds: seed_runs(RESIDUAL, preset, seeds)),
+    "splitting": (splitting, lambda preset, seeds: splitting_runs(preset)),
+}
+"""Name -> (how it is made, the runs it needs)."""
+
+Drawn = dict[str, Any]
+"""File name -> figure."""
+
+
+def draw_tms(run: Stored) -> Drawn:
+    """Weight columns or matrices, and network diagrams, of one of the four models of superposition."""
+    tied = run.config.tied
+    own = {name: view for name, view in run.views.items() if name not in tied}
+    expected = {name: check["expected"] for name, check in run.summary["checks"].items()}
+    drawn: Drawn = {}
+    for name, view in own.items():
+        shown = min(expected[name] + 1, 7)
+        two_rows = view.target.shape[0] == 2 and view.target.shape[1] > 2
+        kind = plot.weight_columns if two_rows else plot.matrices
+        drawn[f"{'columns' if two_rows else 'matrices'}-{name}"] = kind(view, shown)
+    most = 8 if len(next(iter(own.values())).target) <= 2 else 6
+    each = {name: expected[name] if len(own) == 1 or most == 8 else most // len(own) for name in own}
+    largest = [(name, c) for name, view in own.items() for c in plot.by_size(view)[: each[name]]][:most]
+    drawn["networks"] = plot.network_diagrams(run.views, largest, tied)
+    return drawn
+
+
+def draw_importances(run: Stored) -> Drawn:
+    labels = {name: f"{name}: {check.errors} errors" for name, check in run.checks.items()}
+    return {"importances": plot.importance_heatmap(run.importances, run.checks, labels)}
+
+
+def draw_contributions(run: Stored) -> Drawn:
+    """The first ten features as bars, and all of them as a scatter."""
+    found = run.contributions
+    assert found is not None
+    numbers = run.summary["details"]["neuron_contributions"]
+    note = f"correlation {numbers['correlation']:.4f}\nslope {numbers['slope']:.3f}\nlargest deviation {numbers['largest_deviation']:.3f}"
+    blocks = sum(name.endswith("mlp_in") for name in run.summary["checks"])
+    return {
+        "contributions": plot.contribution_bars(found.model, found.subcomponents),
+        "scatter": plot.contribution_scatter(found.model, found.subcomponents, blocks, note),
+    }
+
+
+def draw_beta3(runs: Sequence[Stored]) -> Drawn:
+    found = []
+    for run in runs:
+        beta3 = run.config.losses["importance_minimality"].coefficient
+        errors = sum(check.errors for check in run.checks.values())
+        found.append((f"β3 = {beta3:.0e}, {errors} errors", run.importances, run.checks))
+    return {"importances-by-beta3": plot.importances_by_setting(found)}
+
+
+def draw_splitting(runs: Sequence[Stored]) -> Drawn:
+    found: dict[str, dict[str, list[tuple[int, int, int]]]] = {}
+    for run in runs:
+        layers = found.setdefault(run.summary["experiment"], {})
+        for name, check in run.summary["checks"].items():
+            if name in run.config.tied:
+                continue
+            point = (run.config.layers[name], run.summary["n_alive"][name], check["expected"])
+            layers.setdefault(name, []).append(point)
+    return {"splitting": plot.alive_by_capacity(found)}
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """A figure: the runs it shows, and how they are drawn."""
+
+    runs: Callable[[str], list[Wanted]]
+    draw: Callable[[list[Stored]], Drawn]
+
+
+def _of_one(experiment: str, draw: Callable[[Stored], Drawn]) -> FigureKind:
+    return FigureKind(lambda preset: [Wanted(experiment, preset)], lambda runs: draw(runs[0]))
+
+
+FIGURES: dict[str, FigureKind] = {
+    **{name: _of_one(name, draw_tms) for name in TMS},
+    **{f"importances-{name}": _of_one(name, draw_importances) for name in EXPERIMENTS},
+    **{f"contributions-{name}": _of_one(name, draw_contributions) for name in RESIDUAL},
+    "beta3": FigureKind(beta3_runs, draw_beta3),
+    "splitting": FigureKind(splitting_runs, draw_splitting),
+}
+
+
+def wanted_for(what: str, name: str | None, preset: str, seeds: int | None) -> list[Wanted]:
+    """The runs that a table, a figure or everything needs, the cheap ones first, each once."""
+    if preset not in PRESETS:
+        raise ConfigError(f"There is no preset {preset!r}. {near_matches(preset, PRESETS)}")
+    if what == "figure":
+        if name not in FIGURES:
+            raise ConfigError(f"There is no figure {name!r}. {near_matches(name or '', FIGURES)}")
+        return FIGURES[name].runs(preset)
+    if name is not None:
+        raise ConfigError(f"{what!r} takes no name; only `rankone reproduce figure NAME` does.")
+    if what not in (*TABLES, "all"):
+        raise ConfigError(
+            f"There is nothing called {what!r} to reproduce. {near_matches(what, [*TABLES, 'figure', 'all'])}"
+        )
+    chosen = TABLES if what == "all" else [what]
+    found = [run for table in chosen for run in TABLES[table][1](preset, seeds)]
+    if what == "all":
+        found += beta3_runs(preset)
+    return sorted(dict.fromkeys(found), key=lambda run: EXPERIMENTS.index(run.experiment))
+
+
+def missing_runs(wanted: Sequence[Wanted], out: Path) -> list[ParallelRun]:
+    """The runs that `out` does not keep yet. What it keeps must have been made with the settings of today."""
+    todo: list[ParallelRun] = []
+    differing: dict[str, str] = {}
+    for run in wanted:
+        kept = Stored(out / run.name)
+        if not (kept.directory / "summary.json").is_file():
+            todo.append(ParallelRun(run.config, out / "runs" / run.name, run.name))
+        elif found := real_differences(kept.config, run.config):
+            differing[run.name] = "; ".join(found)
+    if differing:
+        name, why = next(iter(differing.items()))
+        raise ConfigError(
+            f"{len(differing)} of the runs that {out} keeps were made with other settings: {', '.join(differing)}. ({name}: {why}.) "
+            f"Choose another --out, or delete these folders, in {out} and in {out / 'runs'}, to make them again."
+        )
+    return todo
+
+
+def shows_figures(wanted: Wanted) -> bool:
+    """Whether some figure shows this run, so that its figure data is worth keeping."""
+    return any(wanted in kind.runs(wanted.preset) for kind in FIGURES.values())
+
+
+def make(
+    what: str, name: str | None, preset: str, runs: Mapping[str, Stored], out: Path
+) -> tuple[list[Table], list[Path], list[str]]:
+    """Make tables and figures from kept runs: the tables, the files that were drawn, and the runs that were missing for the rest."""
+    tables = [make_table(runs) for table, (make_table, _) in TABLES.items() if what in ("all", table)]
+    tables = [table for table in tables if table.rows]
+    files: list[Path] = []
+    missing: list[str] = []
+    chosen = {"figure": [name], "all": list(FIGURES), "splitting": ["splitting"]}.get(what, [])
+    for figure in chosen:
+        assert figure is not None
+        needed = [run.name for run in FIGURES[figure].runs(preset)]
+        absent = [n for n in needed if n not in runs or not runs[n].has_figures or outdated(runs[n])]
+        if absent:
+            missing += [n for n in absent if n not in missing]
+            continue
+        for part, drawn in FIGURES[figure].draw([runs[n] for n in needed]).items():
+            experiment = figure.removeprefix("importances-").removeprefix("contributions-")
+            stem = part if part.startswith((figure, "importances-by")) else f"{experiment}-{part}"
+            path = out / "figures" / f"{stem}{'' if preset == 'default' else f'-{preset}'}.svg"
+            write_atomic(path, plot.to_svg(drawn, stem))
+            files.append(path)
+    if tables:
+        write_atomic(out / f"{'tables' if what == 'all' else what}.md", "\n".join(table.markdown() for table in tables))
+    return tables, files, missing

@@ -1,0 +1,199 @@
+"""Diagnosis of runs that are made wrong on purpose: each fault is found, and the advice points the right way."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import rankone
+from conftest import small_mlp, uniform
+from rankone import RankoneError, cli
+from rankone.diagnose import diagnose, insert_identity
+from rankone.experiments import experiment_config
+from rankone.experiments.run import open_as_it_is, run
+
+BETA3 = "losses.importance_minimality.coefficient"
+
+
+def rankone_main(words):
+    """The command line in this process; a command that succeeds ends quietly."""
+    try:
+        cli.main(words)
+    except SystemExit as stop:
+        if stop.code:
+            raise
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Runs of TMS 5-2 by name of what is wrong with them."""
+    changes = {
+        "right": ["steps=5000"],
+        "too high": ["steps=2000", f"{BETA3}={30 * 3e-3}"],
+        "too low": ["steps=5000", f"{BETA3}={3e-3 / 30}"],
+        "C too small": ["steps=3000", "layers.embed=4", "layers.unembed=4"],
+        "stopped early": ["steps=1000"],
+    }
+    folder = tmp_path_factory.mktemp("wrong")
+    for name, assignments in changes.items():  # in processes of their own, where shapes are not checked at every call
+        words = [sys.executable, "-m", "rankone", "run", "tms_5-2", *assignments, "--out", str(folder / name)]
+        subprocess.run(words, check=True, capture_output=True)
+    return folder
+
+
+def faults(folder):
+    config, result, steps = open_as_it_is(folder)
+    found = diagnose(result, config.target.sampler(config.batch_size), steps_done=steps)
+    return {finding.name: finding for finding in found.findings}, found.numbers
+
+
+def test_nothing_is_wrong_with_a_good_run(made, capsys):
+    found, numbers = faults(made / "right")
+    assert not found
+    assert numbers["alive"] == {"embed": 5, "unembed": 5}
+    assert numbers["divergence"]["stochastic"] < 3 * numbers["superposition_noise"]
+    rankone_main(["diagnose", str(made / "right")])
+    said = capsys.readouterr().out
+    assert "Nothing wrong was found." in said
+    assert "embed 5 of 20, unembed 5 of 20" in said
+
+
+def test_coefficient_thirty_times_too_high(made):
+    found, numbers = faults(made / "too high")
+    assert found["importance coefficient too high"].do.startswith("lower `losses.importance_minimality.coefficient`")
+    assert "masked model too far from the target" in found
+    assert numbers["inputs_with_an_importance_near_1"] < 0.1
+    assert not any("raise `losses.importance_minimality" in finding.do for finding in found.values())
+
+
+def test_coefficient_thirty_times_too_low(made):
+    found, numbers = faults(made / "too low")
+    assert found["importance coefficient too low"].do.startswith("raise `losses.importance_minimality.coefficient`")
+    assert not any("lower `losses" in finding.do for finding in found.values())
+    assert numbers["alive"]["embed"] > 5
+
+
+def test_fewer_subcomponents_than_mechanisms(made):
+    found, _ = faults(made / "C too small")
+    assert found["C too small"].do.startswith("raise C for embed to twice as many")
+
+
+def test_stopped_at_a_tenth_of_the_steps(made, capsys):
+    found, _ = faults(made / "stopped early")
+    advice = [finding.do for finding in found.values()]
+    assert any(do.startswith("raise `steps`") for do in advice)
+    rankone_main(["diagnose", str(made / "stopped early")])
+    assert "Do: raise `steps`" in capsys.readouterr().out
+
+
+def test_an_unfinished_run_is_said_to_be_one(tmp_path, capsys):
+    config = experiment_config("tms_5-2", assignments=["steps=400", "checkpoint_every=100", "log_every=10"])
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path, observer=_stop_after(250))
+    rankone_main(["diagnose", str(tmp_path)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "unfinished: training has reached step 200 of 400" in said
+    assert "unconverged: the loss still fell by" in said
+
+
+def _stop_after(step):
+    def observer(progress):
+        if progress.step > step:
+            raise KeyboardInterrupt
+
+    return observer
+
+
+def test_no_run_and_no_checkpoint_are_explained(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        rankone_main(["diagnose", str(tmp_path)])
+    assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err
+    rankone_main(["config", "show", "tms_5-2"])
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        rankone_main(["diagnose", str(tmp_path)])
+    assert "has no checkpoint yet" in capsys.readouterr().err
+
+
+def test_an_identity_in_a_model_of_ones_own():
+    model = small_mlp()
+    changed = insert_identity(model, "0")
+    x = torch.rand(10, 4)
+    assert torch.equal(changed(x), model(x))
+    assert [name for name, _ in model.named_modules()] == ["", "0", "1", "2"]
+    result = rankone.decompose(changed, uniform(rows=200), {"*": 12}, {"steps": 5})
+    assert result.layers == ["0.module", "0.identity", "2"]
+    found = diagnose(result, uniform(rows=200))
+    assert found.numbers["identities"]["0.identity"]["rank"] == 6
+    # After five steps it is not found again, and this is said.
+    assert "known mechanism not recovered" in {finding.name for finding in found.findings}
+
+
+def test_an_identity_that_comes_back_whole():
+    """The identity as its own six unit matrices, all important on every input: nothing to say about it."""
+    changed = insert_identity(small_mlp(), "0")
+    result = rankone.decompose(changed, uniform(rows=200), {"0.identity": 12}, {"steps": 1, "optimizer": {"lr": 1e-12}})
+    layer = result.model.layer("0.identity")
+    with torch.no_grad():
+        layer.subcomponents.U.zero_()
+        layer.subcomponents.U[:, :6] = torch.eye(6)
+        layer.subcomponents.V[:6] = torch.eye(6)
+        for p in layer.importance.parameters():
+            p.zero_()
+        layer.importance.b_out[:6] = 1
+    found = diagnose(result, uniform(rows=200))
+    assert found.numbers["identities"]["0.identity"] == {
+        "rank": 6,
+        "alive": 6,
+        "act_together": 1.0,
+        "missing": 0.0,
+    }
+    assert "known mechanism not recovered" not in {finding.name for finding in found.findings}
+
+
+@pytest.mark.parametrize(
+    ("layer", "width", "message"),
+    [
+        ("3", None, "There is no layer '3' in Sequential. Its layers: 0, 1, 2"),
+        ("1", None, r"The output of '1' \(ReLU\) may have any width; pass width="),
+        ("", None, "Name the layer after which"),
+    ],
+)
+def test_wrong_places_for_an_identity(layer, width, message):
+    with pytest.raises(RankoneError, match=message):
+        insert_identity(small_mlp(), layer, width)
+
+
+def test_an_identity_after_a_module_of_given_width():
+    changed = insert_identity(small_mlp(), "1", width=6)
+    assert isinstance(changed[1].identity, nn.Linear)
+    assert torch.equal(changed(x := torch.rand(3, 4)), small_mlp()(x))
+
+
+@pytest.mark.parametrize("form", ["sequence", "single output", "mixed"])
+def test_outputs_of_any_form(form):
+    """Positions of a sequence are datapoints; a network may return one number per datapoint, or fewer dimensions than its layers see."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 1 if form == "single output" else 4)
+
+        def forward(self, x):
+            out = self.second(torch.relu(self.first(x)))
+            return out.squeeze(-1) if form == "single output" else out.mean(1) if form == "mixed" else out
+
+    shape = (100, 4) if form == "single output" else (20, 5, 4)
+    data = [torch.rand(shape)]
+    mse = None if form != "single output" else (lambda output, target: (output - target).square())
+    result = rankone.decompose(Net().eval(), data, {"*": 8}, {"steps": 3}, divergence=mse)
+    found = diagnose(result, data)
+    assert 0 <= found.numbers["inputs_with_an_importance_near_1"] <= 1
+
+
+def test_an_identity_does_not_change_the_precision_of_its_neighbours():
+    model = nn.Sequential(nn.Linear(4, 6).double(), nn.Linear(6, 4)).eval()
+    changed = insert_identity(model, "1")
+    assert changed[1].module.weight.dtype == changed[1].identity.weight.dtype == torch.float32
