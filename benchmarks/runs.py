@@ -21,7 +21,7 @@ from rankone.masks import uniform
 from rankone.model import DecomposedModel
 from rankone.targets import load_target
 from rankone.targets.resid_mlp import ResidualMLP
-from rankone.targets.tms import SparseFeatures
+from rankone.targets.sparse import SparseFeatures
 from rankone.train import Training
 
 RUNS = ("tms_5-2", "tms_5-2-id", "tms_40-10", "tms_40-10-id", "resid_mlp1", "resid_mlp2", "resid_mlp3", "plain_mlp")

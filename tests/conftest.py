@@ -30,3 +30,12 @@ def small_mlp(seed: int = 0, d: int = 4, width: int = 6) -> nn.Sequential:
 
 def uniform(d: int = 4, rows: int = 16):
     return lambda generator: torch.rand(rows, d, generator=generator)
+
+
+def rankone_main(words):
+    """The command line in this process; a command that succeeds ends quietly."""
+    try:
+        rankone.cli.main(words)
+    except SystemExit as stop:
+        if stop.code:
+            raise

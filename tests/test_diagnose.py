@@ -8,22 +8,13 @@ import torch
 from torch import nn
 
 import rankone
-from conftest import small_mlp, uniform
-from rankone import RankoneError, cli
+from conftest import rankone_main, small_mlp, uniform
+from rankone import RankoneError
 from rankone.diagnose import diagnose, insert_identity
 from rankone.experiments import experiment_config
 from rankone.experiments.run import open_as_it_is, run
 
 BETA3 = "losses.importance_minimality.coefficient"
-
-
-def rankone_main(words):
-    """The command line in this process; a command that succeeds ends quietly."""
-    try:
-        cli.main(words)
-    except SystemExit as stop:
-        if stop.code:
-            raise
 
 
 @pytest.fixture(scope="module")

@@ -355,7 +355,7 @@ def test_keys_differ_between_layers_samples_and_steps():
 
 
 def test_sparse_features_drawn_sparsely_have_the_right_distribution():
-    from rankone.targets.tms import SparseFeatures
+    from rankone.targets.sparse import SparseFeatures
 
     sampler = SparseFeatures(7, 0.05, 20_000, low=-1.0, high=1.0)
     batch = sampler(generator_for(0, "data"))

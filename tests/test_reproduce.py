@@ -6,21 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, rankone_main
 from rankone import cli
-from rankone.experiments import experiment_names, reproduce, stored
-from rankone.experiments.reproduce import EXPERIMENTS, FIGURES, Wanted, make, wanted_for
+from rankone.experiments import PRESETS, experiment_names, reproduce, stored
+from rankone.experiments.reproduce import EXPERIMENTS, FIGURES, Wanted, make_figures, make_tables, wanted_for
 
 RESULTS = ROOT / "results"
-
-
-def rankone_main(words):
-    """The command line in this process; a command that succeeds ends quietly."""
-    try:
-        cli.main(words)
-    except SystemExit as stop:
-        if stop.code:
-            raise
 
 
 def test_every_experiment_of_the_paper_is_planned_with_enough_seeds():
@@ -66,6 +57,8 @@ def test_the_runs_of_varied_settings():
         (["table1", "tms_5-2"], "'table1' takes no name"),
         (["table1", "--preset", "papr"], "There is no preset 'papr'. Did you mean 'paper'"),
         (["table1", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
+        (["figure", "beta3", "--seeds", "2"], "A figure shows seed 0; --seeds is for tables"),
+        (["table1", "--from", "nowhere", "--seeds", "2"], "--from uses every run that is kept; leave --seeds away"),
         (["table1", "--from", "nowhere"], "nowhere keeps no finished runs"),
     ],
 )
@@ -165,8 +158,9 @@ def test_what_is_kept_draws_what_the_run_showed(short, tmp_path):
 def test_results_in_the_repository_are_redrawn_quickly(tmp_path):
     began = time.monotonic()
     runs = stored.stored_runs(RESULTS)
-    tables, files, _ = make("all", None, "default", runs, tmp_path)
+    tables = make_tables("all", runs, tmp_path)
+    files = [path for preset in PRESETS for path in make_figures("all", None, preset, runs, tmp_path)[0]]
     assert time.monotonic() - began < 60
     assert [table.title.split(":")[0] for table in tables][:2] == ["Table 1", "Recovery"]
-    assert {p.name for p in files} == {p.name for p in (RESULTS / "figures").glob("*.svg") if "-paper" not in p.name}
+    assert {p.name for p in files} == {p.name for p in (RESULTS / "figures").glob("*.svg")}
     assert (tmp_path / "tables.md").read_text() == (RESULTS / "tables.md").read_text()

@@ -13,11 +13,10 @@ from rankone.targets.resid_mlp import (
     Contributions,
     ResidualMLP,
     ResidualTarget,
-    ResidualTraining,
-    labels,
     neuron_contributions,
 )
-from rankone.targets.tms import TMS, SparseFeatures, TMSTarget, TMSTraining
+from rankone.targets.sparse import Recipe, SparseFeatures
+from rankone.targets.tms import TMS, TMSTarget
 
 
 @pytest.mark.parametrize("name", experiment_names())
@@ -35,7 +34,7 @@ def test_pinned_targets_are_good_and_pinned(name):
 
 
 def test_training_is_reproducible_and_the_check_can_fail():
-    settings = TMSTarget(training=TMSTraining(steps=30))
+    settings = TMSTarget(training=Recipe(steps=30))
     first, again = settings.train(3)[0], settings.train(3)[0]
     assert fingerprint(first) == fingerprint(again)
     assert not settings.check(first)[0]
@@ -53,18 +52,18 @@ def test_a_square_among_pentagons_is_not_good():
 
 
 def test_identities_are_not_trained():
-    model, _ = TMSTarget(n_identity=1, training=TMSTraining(steps=5)).train(0)
+    model, _ = TMSTarget(n_identity=1, training=Recipe(steps=5)).train(0)
     assert torch.equal(model.hidden[0].weight, torch.eye(2))
 
 
 def test_giving_up_is_said():
-    settings = TMSTarget(training=TMSTraining(steps=2))
+    settings = TMSTarget(training=Recipe(steps=2))
     with pytest.raises(RankoneError, match=r"None of the 2 networks trained with seeds 4 to 5 passed"):
         list(train_until_good(settings, 4, tries=2))
 
 
 def test_saved_targets_load_and_wrong_ones_are_refused(tmp_path):
-    settings = TMSTarget(training=TMSTraining(steps=2))
+    settings = TMSTarget(training=Recipe(steps=2))
     model, _ = settings.train(0)
     path = tmp_path / "t.safetensors"
     sha = save_target(path, model, settings, 0)
@@ -102,12 +101,14 @@ def test_a_network_has_one_weight_for_both_directions():
 
 
 def test_residual_targets_train_reproducibly_and_fall_below_the_naive_solution():
-    settings = ResidualTarget(n_features=10, d_stream=50, n_neurons=5, training=ResidualTraining(steps=5))
+    settings = ResidualTarget(n_features=10, d_stream=50, n_neurons=5, training=Recipe(steps=5))
     first, again = settings.train(3)[0], settings.train(3)[0]
     assert fingerprint(first) == fingerprint(again)
     good, numbers = settings.check(first)
     assert not good
-    longer = settings.model_copy(update={"training": ResidualTraining(steps=600, lr=1e-2), "feature_probability": 0.05})
+    longer = settings.model_copy(
+        update={"training": Recipe(steps=600, batch_size=2048, lr=1e-2), "feature_probability": 0.05}
+    )
     model, loss = longer.train(0)
     _, trained = longer.check(model)
     assert trained["loss"] < numbers["loss"] * 5
@@ -123,7 +124,7 @@ def test_the_naive_solution_computes_as_many_features_as_there_are_neurons():
         model.embed.weight.copy_(torch.eye(6))
         naive = settings._naive(model)
         x = 2 * torch.rand(50, 6) - 1
-        torch.testing.assert_close(naive(x)[:, :4], labels(x)[:, :4])
+        torch.testing.assert_close(naive(x)[:, :4], settings.labels(x)[:, :4])
         torch.testing.assert_close(naive(x)[:, 4:], x[:, 4:])
 
 

@@ -36,7 +36,7 @@ from rankone.experiments import (
     experiment_names,
 )
 from rankone.experiments.parallel import ParallelRun, jobs_for, run_all
-from rankone.experiments.reproduce import Wanted, make, missing_runs, shows_figures, wanted_for
+from rankone.experiments.reproduce import Wanted, make_figures, make_tables, missing_runs, shows_figures, wanted_for
 from rankone.experiments.run import Summary, can_report, evaluate_run, measured, open_as_it_is, read_config, reopen
 from rankone.experiments.run import run as run_experiment
 from rankone.experiments.stored import keep, outdated, stored_runs
@@ -208,7 +208,7 @@ def reproduce(
     /,
     *,
     seeds: int | None = None,
-    preset: str = "default",
+    preset: str | None = None,
     out: Path = Path("reproduction"),
     source: Annotated[Path | None, Parameter(name="--from")] = None,
     jobs: int | None = None,
@@ -227,7 +227,7 @@ def reproduce(
     seeds
         Seeds of every experiment; if not given, 10 of the cheapest down to 1 of the dearest.
     preset
-        `default`, or `paper` for the paper's settings to the letter.
+        `default`, or `paper` for the paper's settings to the letter. With --from, both unless one is named.
     out
         Where runs, tables and figures go.
     source
@@ -239,12 +239,17 @@ def reproduce(
         raise ConfigError("Figures need matplotlib. Install it with: pip install 'rankone[report]'")
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1.")
-    wanted = wanted_for(what, name, preset, seeds)
+    if seeds is not None and source is not None:
+        raise ConfigError("--from uses every run that is kept; leave --seeds away.")
+    wanted = wanted_for(what, name, preset or "default", seeds)
     all_there = source is not None or _make_runs(wanted, out, jobs)
     kept = stored_runs(source or out)
     if not kept:
         raise ConfigError(f"{source or out} keeps no finished runs (folders with a summary.json).")
-    tables, files, missing = make(what, name, preset, kept, out)
+    tables = make_tables(what, kept, out)
+    files, missing = make_figures(what, name, preset or "default", kept, out)
+    if source is not None and preset is None:
+        files += make_figures(what, name, "paper", kept, out)[0]
     for table in tables:
         console.print(f"\n[bold]{escape(table.title)}[/]\n{escape(table.note)}", soft_wrap=True)
         shown = RichTable(box=None, header_style="bold", pad_edge=False)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from rankone.data import Data, batches, seed_for, shares_of, to_device
 from rankone.decomposition import Decomposition
 from rankone.errors import LayerError
+from rankone.evaluate import evaluate
 from rankone.importance import clipped
 from rankone.losses import Divergence, distance, divergence_named
-from rankone.masks import SOURCES, uniform
+from rankone.masks import uniform
 from rankone.metrics import CERTAIN, IMPORTANT
 from rankone.trackers import Record
 
@@ -64,15 +65,13 @@ class Diagnosis:
 
 @dataclass
 class _Seen:
-    """What a few batches show."""
+    """What the datapoints of an evaluation show one by one."""
 
-    divergence: dict[str, float]
-    """Mask source -> divergence from the target."""
     noise: float
+    """Divergence from the target when all important subcomponents are whole and all others random."""
     reaching_one: float | None
     """None where these layers do nothing on any input."""
     undecided: float
-    alive: dict[str, Tensor]
     used: dict[str, Tensor]
     """Layer -> `[datapoints, C]`, whether each subcomponent is important."""
 
@@ -88,20 +87,24 @@ def diagnose(
     seed: int = 0,
 ) -> Diagnosis:
     """Look for everything that is known to go wrong. `steps_done` is how far an unfinished run has come."""
-    seen = _look(decomposition, data, divergence, n_batches, seed)
-    scale = max(seen.divergence["zero"], 1e-30)
+    compare = divergence or decomposition.divergence or divergence_named(decomposition.config.divergence)
+    evaluation = evaluate(decomposition, data, divergence=compare, n_batches=n_batches, seed=seed)
+    reconstruction = evaluation.reconstruction
+    alive = {name: len(found) for name, found in evaluation.alive.items()}
+    seen = _look(decomposition, data, compare, n_batches, seed)
+    scale = max(reconstruction["zero"], 1e-30)
     numbers: dict[str, Any] = {
-        "divergence": seen.divergence,
-        "unmasked_share": seen.divergence["ones"] / scale,
-        "masked_share": seen.divergence["stochastic"] / scale,
-        "rounded_share": seen.divergence["rounded"] / scale,
+        "divergence": reconstruction,
+        "unmasked_share": reconstruction["ones"] / scale,
+        "masked_share": reconstruction["stochastic"] / scale,
+        "rounded_share": reconstruction["rounded"] / scale,
         "superposition_noise": seen.noise,
         "inputs_with_an_importance_near_1": seen.reaching_one,
         "undecided_importances": seen.undecided,
-        "alive": {name: int(alive.sum()) for name, alive in seen.alive.items()},
+        "alive": alive,
         "C": {name: layer.C for name, layer in decomposition.model.layers.items()},
         "still_falling": _falling(decomposition.history),
-        "cramped": [name for name, alive in seen.alive.items() if _cramped(decomposition, name, int(alive.sum()))],
+        "cramped": [name for name, n in alive.items() if _cramped(decomposition, name, n)],
         "cut_in_two": {name: _cut_in_two(decomposition, name, used) for name, used in seen.used.items()},
         "identities": _identities(decomposition, seen),
         "p": getattr(decomposition.config.losses.get("importance_minimality"), "p", 1.0),
@@ -111,22 +114,16 @@ def diagnose(
     return Diagnosis(numbers, _findings(numbers))
 
 
-def _look(decomposition: Decomposition, data: Data, divergence: Divergence | None, n_batches: int, seed: int) -> _Seen:
+def _look(decomposition: Decomposition, data: Data, compare: Divergence, n_batches: int, seed: int) -> _Seen:
     model = decomposition.model
-    compare = divergence or decomposition.divergence or divergence_named(decomposition.config.divergence)
-    totals = dict.fromkeys(SOURCES, 0.0)
     noise = reaching = concerned = undecided = decided = 0.0
     used: dict[str, list[Tensor]] = {name: [] for name in model.layers}
-    alive = {name: torch.zeros(layer.C, dtype=torch.bool) for name, layer in model.layers.items()}
-    for i, drawn in enumerate(islice(batches(data, seed, stream="diagnosis"), n_batches)):
+    for i, drawn in enumerate(islice(batches(data, seed, stream="evaluation"), n_batches)):
         batch = to_device(drawn, model.device)
         shares = shares_of(batch)
         clean = model.clean(batch)
         raw = model.raw_importances(model.inner(clean))
         importances = {name: clipped(r) for name, r in raw.items()}
-        for source, make in SOURCES.items():
-            masks = {name: make(r, seed_for(seed, f"diagnosis/{source}/{name}", i)) for name, r in raw.items()}
-            totals[source] += float(distance(compare, model.masked(batch, masks), clean.output, shares)) / n_batches
         # Active subcomponents whole, inactive ones at random: what interference alone does.
         interfering = {
             name: torch.where(g > IMPORTANT, 1.0, uniform(seed_for(seed, f"diagnosis/noise/{name}", i), g))
@@ -146,15 +143,12 @@ def _look(decomposition: Decomposition, data: Data, divergence: Divergence | Non
             flat = g.reshape(-1, g.shape[-1])
             important = flat > IMPORTANT
             used[name].append(important.cpu())
-            alive[name] |= important.any(0).cpu()
             undecided += float((important & (flat < CERTAIN)).sum())
             decided += float((flat >= CERTAIN).sum())
     return _Seen(
-        divergence=totals,
         noise=noise,
         reaching_one=reaching / concerned if concerned else None,
         undecided=undecided / max(undecided + decided, 1.0),
-        alive=alive,
         used={name: torch.cat(parts) for name, parts in used.items()},
     )
 
@@ -210,7 +204,7 @@ def _identities(decomposition: Decomposition, seen: _Seen) -> dict[str, dict[str
         W = view.target
         if W.shape[0] != W.shape[1] or not torch.equal(W.cpu(), torch.eye(W.shape[0], dtype=W.dtype)):
             continue
-        alive = seen.alive[name]
+        alive = seen.used[name].any(0)
         remade = view.U.cpu()[:, alive] @ view.V.cpu()[alive]
         used = seen.used[name][:, alive].double()
         active = used[used.any(1)]

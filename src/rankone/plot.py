@@ -77,6 +77,19 @@ def weight_columns(view: LayerView, shown: int) -> "Figure":
     return figure
 
 
+def is_plane(view: LayerView) -> bool:
+    """Whether a matrix is best drawn as columns in a plane."""
+    return view.target.shape[0] == 2 and view.target.shape[1] > 2
+
+
+def parts_to_show(views: Mapping[str, LayerView], worth: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The largest subcomponents, at most as many of each matrix as are `worth` showing and as a row of networks has room for in all."""
+    room = 8 if max(max(view.target.shape) for view in views.values()) <= 10 else 6
+    fair = room if sum(worth[name] for name in views) <= room else max(1, room // len(views))
+    chosen = [(name, c) for name, view in views.items() for c in by_size(view)[: min(fair, worth[name])]]
+    return chosen[:room]
+
+
 def network_diagrams(
     views: Mapping[str, LayerView], singles: Sequence[tuple[str, int]], tied: Mapping[str, str]
 ) -> "Figure":

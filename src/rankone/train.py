@@ -8,7 +8,7 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,9 +260,8 @@ class Training:
         if meta["threads"] != torch.get_num_threads():
             # The order of summation, and with it the last bit, depends on the number of threads.
             torch.set_num_threads(meta["threads"])
+        load_parameters(self.model, tensors)
         with torch.no_grad():
-            for name, tensor in self.model.named_tensors().items():
-                tensor.copy_(tensors[f"parameter/{name}"])
             for name, p in self.trained.items():
                 prefix = f"adam/{name}/"
                 state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
@@ -310,6 +309,13 @@ def described(thing: Any) -> Any:
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     return sorted((directory / "checkpoints").glob("step-*.safetensors"))
+
+
+def load_parameters(model: DecomposedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Set a model's parameters to those of a checkpoint."""
+    with torch.no_grad():
+        for name, tensor in model.named_tensors().items():
+            tensor.copy_(tensors[f"parameter/{name}"])
 
 
 def _checkpoint_path(directory: Path, step: int) -> Path:

@@ -84,6 +84,8 @@ class ExperimentConfig(DecompositionConfig):
     """Name patterns of the layers to decompose, with the number C of subcomponents of each."""
     batch_size: int = Field(default=4096, ge=1)
     """Datapoints per training step."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads. A setting, not a detail: the order of summation, and so the last bit of the result, depends on it."""
 
     @field_validator("target", mode="before")
     @classmethod
@@ -91,9 +93,6 @@ class ExperimentConfig(DecompositionConfig):
         if isinstance(value, dict) and "kind" not in value:
             raise ValueError("kind is missing; it says which family of networks this is, for instance kind: tms")
         return value
-
-    threads: int = Field(default=1, ge=1)
-    """CPU threads. A setting, not a detail: the order of summation, and so the last bit of the result, depends on it."""
 
 
 class ExperimentFile(Settings):

@@ -17,8 +17,9 @@ from rankone.errors import ConfigError, near_matches
 from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, real_differences
 from rankone.experiments.parallel import ParallelRun
 from rankone.experiments.run import Summary
-from rankone.experiments.stored import Stored, groups, outdated
+from rankone.experiments.stored import SIDE_BY_SIDE, Stored, groups, outdated
 from rankone.metrics import wilson
+from rankone.targets.resid_mlp import ResidualTarget, match_in_words
 
 TMS = ("tms_5-2", "tms_5-2-id", "tms_40-10", "tms_40-10-id")
 RESIDUAL = ("resid_mlp1", "resid_mlp2", "resid_mlp3")
@@ -53,15 +54,14 @@ class Wanted:
 
     @property
     def config(self) -> ExperimentConfig:
-        """Its settings, on one thread: runs go side by side, which is the better use of several cores (benchmarks/seeds.py)."""
-        changes = [*self.overrides, "threads=1"]
+        changes = [*self.overrides, SIDE_BY_SIDE]
         return experiment_config(self.experiment, preset=self.preset, seed=self.seed, assignments=changes)
 
     @property
     def command(self) -> str:
         """How to make this run, and no other."""
         words = ["rankone", "run", self.experiment, "--preset", self.preset, "--seed", str(self.seed)]
-        return shlex.join([*words, *self.overrides, "threads=1"])
+        return shlex.join([*words, *self.overrides, SIDE_BY_SIDE])
 
 
 def beta3_runs(preset: str) -> list[Wanted]:
@@ -188,51 +188,58 @@ def splitting(runs: Mapping[str, Stored]) -> Table:
     )
 
 
-TABLES: dict[str, tuple[Callable[[Mapping[str, Stored]], Table], Callable[[str, int | None], list[Wanted]]]] = {
-    "table1": (table1, lambda preset, seeds: seed_runs(TMS, preset, seeds)),
-    "recovery": (recovery, lambda preset, seeds: seed_runs(EXPERIMENTS, preset, seeds)),
-    "contributions": (contributions, lambda preset, seeds: seed_runs(RESIDUAL, preset, seeds)),
-    "splitting": (splitting, lambda preset, seeds: splitting_runs(preset)),
+@dataclass(frozen=True)
+class TableKind:
+    """A table: the runs it is about, and how it is made of all that are kept."""
+
+    runs: Callable[[str, int | None], list[Wanted]]
+    """(preset, seeds) -> runs."""
+    make: Callable[[Mapping[str, Stored]], Table]
+
+
+TABLES: dict[str, TableKind] = {
+    "table1": TableKind(lambda preset, seeds: seed_runs(TMS, preset, seeds), table1),
+    "recovery": TableKind(lambda preset, seeds: seed_runs(EXPERIMENTS, preset, seeds), recovery),
+    "contributions": TableKind(lambda preset, seeds: seed_runs(RESIDUAL, preset, seeds), contributions),
+    "splitting": TableKind(lambda preset, seeds: splitting_runs(preset), splitting),
 }
-"""Name -> (how it is made, the runs it needs)."""
 
 Drawn = dict[str, Any]
-"""File name -> figure."""
+"""File name without its ending -> figure."""
 
 
 def draw_tms(run: Stored) -> Drawn:
     """Weight columns or matrices, and network diagrams, of one of the four models of superposition."""
-    tied = run.config.tied
+    experiment, tied = run.config.experiment, run.config.tied
     own = {name: view for name, view in run.views.items() if name not in tied}
     expected = {name: check["expected"] for name, check in run.summary["checks"].items()}
     drawn: Drawn = {}
     for name, view in own.items():
         shown = min(expected[name] + 1, 7)
-        two_rows = view.target.shape[0] == 2 and view.target.shape[1] > 2
-        kind = plot.weight_columns if two_rows else plot.matrices
-        drawn[f"{'columns' if two_rows else 'matrices'}-{name}"] = kind(view, shown)
-    most = 8 if len(next(iter(own.values())).target) <= 2 else 6
-    each = {name: expected[name] if len(own) == 1 or most == 8 else most // len(own) for name in own}
-    largest = [(name, c) for name, view in own.items() for c in plot.by_size(view)[: each[name]]][:most]
-    drawn["networks"] = plot.network_diagrams(run.views, largest, tied)
-    return drawn
+        if plot.is_plane(view):
+            drawn[f"{experiment}-columns-{name}"] = plot.weight_columns(view, shown)
+        else:
+            drawn[f"{experiment}-matrices-{name}"] = plot.matrices(view, shown)
+    parts = plot.parts_to_show(own, expected)
+    return drawn | {f"{experiment}-networks": plot.network_diagrams(run.views, parts, tied)}
 
 
 def draw_importances(run: Stored) -> Drawn:
     labels = {name: f"{name}: {check.errors} errors" for name, check in run.checks.items()}
-    return {"importances": plot.importance_heatmap(run.importances, run.checks, labels)}
+    figure = plot.importance_heatmap(run.importances, run.checks, labels)
+    return {f"{run.config.experiment}-importances": figure}
 
 
 def draw_contributions(run: Stored) -> Drawn:
     """The first ten features as bars, and all of them as a scatter."""
-    found = run.contributions
+    target, found = run.config.target, run.contributions
+    assert isinstance(target, ResidualTarget)
     assert found is not None
-    numbers = run.summary["details"]["neuron_contributions"]
-    note = f"correlation {numbers['correlation']:.4f}\nslope {numbers['slope']:.3f}\nlargest deviation {numbers['largest_deviation']:.3f}"
-    blocks = sum(name.endswith("mlp_in") for name in run.summary["checks"])
+    note = match_in_words(run.summary["details"]["neuron_contributions"])
+    scatter = plot.contribution_scatter(found.model, found.subcomponents, target.n_blocks, note)
     return {
-        "contributions": plot.contribution_bars(found.model, found.subcomponents),
-        "scatter": plot.contribution_scatter(found.model, found.subcomponents, blocks, note),
+        f"{run.config.experiment}-contributions": plot.contribution_bars(found.model, found.subcomponents),
+        f"{run.config.experiment}-scatter": scatter,
     }
 
 
@@ -242,7 +249,7 @@ def draw_beta3(runs: Sequence[Stored]) -> Drawn:
         beta3 = run.config.losses["importance_minimality"].coefficient
         errors = sum(check.errors for check in run.checks.values())
         found.append((f"β3 = {beta3:.0e}, {errors} errors", run.importances, run.checks))
-    return {"importances-by-beta3": plot.importances_by_setting(found)}
+    return {"resid_mlp1-importances-by-beta3": plot.importances_by_setting(found)}
 
 
 def draw_splitting(runs: Sequence[Stored]) -> Drawn:
@@ -283,6 +290,8 @@ def wanted_for(what: str, name: str | None, preset: str, seeds: int | None) -> l
     if preset not in PRESETS:
         raise ConfigError(f"There is no preset {preset!r}. {near_matches(preset, PRESETS)}")
     if what == "figure":
+        if seeds is not None:
+            raise ConfigError("A figure shows seed 0; --seeds is for tables and for `all`.")
         if name not in FIGURES:
             raise ConfigError(f"There is no figure {name!r}. {near_matches(name or '', FIGURES)}")
         return FIGURES[name].runs(preset)
@@ -292,10 +301,9 @@ def wanted_for(what: str, name: str | None, preset: str, seeds: int | None) -> l
         raise ConfigError(
             f"There is nothing called {what!r} to reproduce. {near_matches(what, [*TABLES, 'figure', 'all'])}"
         )
-    chosen = TABLES if what == "all" else [what]
-    found = [run for table in chosen for run in TABLES[table][1](preset, seeds)]
+    found = [run for table in TABLES if what in ("all", table) for run in TABLES[table].runs(preset, seeds)]
     if what == "all":
-        found += beta3_runs(preset)
+        found += [run for figure in FIGURES.values() for run in figure.runs(preset)]
     return sorted(dict.fromkeys(found), key=lambda run: EXPERIMENTS.index(run.experiment))
 
 
@@ -323,28 +331,31 @@ def shows_figures(wanted: Wanted) -> bool:
     return any(wanted in kind.runs(wanted.preset) for kind in FIGURES.values())
 
 
-def make(
+def make_tables(what: str, runs: Mapping[str, Stored], out: Path) -> list[Table]:
+    """Make and write a table, or all of them, of the kept runs of all presets."""
+    made = [kind.make(runs) for table, kind in TABLES.items() if what in ("all", table)]
+    tables = [table for table in made if table.rows]
+    if tables:
+        write_atomic(out / f"{'tables' if what == 'all' else what}.md", "\n".join(table.markdown() for table in tables))
+    return tables
+
+
+def make_figures(
     what: str, name: str | None, preset: str, runs: Mapping[str, Stored], out: Path
-) -> tuple[list[Table], list[Path], list[str]]:
-    """Make tables and figures from kept runs: the tables, the files that were drawn, and the runs that were missing for the rest."""
-    tables = [make_table(runs) for table, (make_table, _) in TABLES.items() if what in ("all", table)]
-    tables = [table for table in tables if table.rows]
+) -> tuple[list[Path], list[str]]:
+    """Draw one figure, or all of them, of kept runs: the files, and the runs that were missing for the rest."""
     files: list[Path] = []
-    missing: list[str] = []
+    missing: dict[str, None] = {}
     chosen = {"figure": [name], "all": list(FIGURES), "splitting": ["splitting"]}.get(what, [])
     for figure in chosen:
         assert figure is not None
         needed = [run.name for run in FIGURES[figure].runs(preset)]
         absent = [n for n in needed if n not in runs or not runs[n].has_figures or outdated(runs[n])]
         if absent:
-            missing += [n for n in absent if n not in missing]
+            missing |= dict.fromkeys(absent)
             continue
-        for part, drawn in FIGURES[figure].draw([runs[n] for n in needed]).items():
-            experiment = figure.removeprefix("importances-").removeprefix("contributions-")
-            stem = part if part.startswith((figure, "importances-by")) else f"{experiment}-{part}"
+        for stem, drawn in FIGURES[figure].draw([runs[n] for n in needed]).items():
             path = out / "figures" / f"{stem}{'' if preset == 'default' else f'-{preset}'}.svg"
             write_atomic(path, plot.to_svg(drawn, stem))
             files.append(path)
-    if tables:
-        write_atomic(out / f"{'tables' if what == 'all' else what}.md", "\n".join(table.markdown() for table in tables))
-    return tables, files, missing
+    return files, list(missing)

@@ -30,7 +30,7 @@ from rankone.experiments import ExperimentConfig, read_text, real_differences
 from rankone.report import write_report
 from rankone.targets import load_target
 from rankone.trackers import Observer, read_metrics
-from rankone.train import checkpoints
+from rankone.train import checkpoints, load_parameters
 
 Summary = dict[str, Any]
 
@@ -119,9 +119,7 @@ def open_as_it_is(out: Path) -> tuple[ExperimentConfig, Decomposition, int]:
         )
     tensors, meta = load_sealed(found[-1])
     model = build(load_target(config.target), config.layers, config, None)
-    with torch.no_grad():
-        for name, tensor in model.named_tensors().items():
-            tensor.copy_(tensors[f"parameter/{name}"])
+    load_parameters(model, tensors)
     history = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] < meta["step"]]
     return config, Decomposition(model, config, history, meta["seconds"]), meta["step"]
 

@@ -25,6 +25,8 @@ from rankone.experiments.run import Summary, evaluate_run, read_config, reopen
 from rankone.metrics import Check, run_check
 from rankone.targets.resid_mlp import Contributions, ResidualTarget
 
+SIDE_BY_SIDE = "threads=1"
+"""The one setting that kept runs change: they go side by side, which is the better use of several cores (benchmarks/seeds.py)."""
 LARGEST_KEPT = 2048
 """Matrices with more entries are not kept: no figure draws them weight by weight."""
 
@@ -130,7 +132,7 @@ def groups(runs: Mapping[str, Stored]) -> dict[tuple[str, str], list[Summary]]:
     """Summaries of runs of presets as they stand now, by (experiment, preset), in the order of their seeds."""
     found: dict[tuple[str, str], list[Summary]] = {}
     for run in runs.values():
-        if not set(run.summary["overrides"]) - {"threads=1"} and not outdated(run):
+        if not set(run.summary["overrides"]) - {SIDE_BY_SIDE} and not outdated(run):
             found.setdefault((run.summary["experiment"], run.summary["preset"]), []).append(run.summary)
     return {key: sorted(of, key=lambda s: s["seed"]) for key, of in found.items()}
 

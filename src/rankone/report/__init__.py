@@ -18,7 +18,7 @@ from rankone.decomposition import Decomposition
 from rankone.evaluate import Evaluation
 from rankone.metrics import CERTAIN, IMPORTANT
 from rankone.targets import TargetSettings
-from rankone.targets.resid_mlp import ResidualTarget
+from rankone.targets.resid_mlp import ResidualTarget, match_in_words
 
 if TYPE_CHECKING:
     from rankone.experiments import ExperimentConfig
@@ -93,7 +93,7 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
     }
     pictures = []
     for name, view in own.items():
-        if view.target.shape[0] == 2 and view.target.shape[1] > 2:
+        if plot.is_plane(view):
             caption = (
                 f"Each coloured line is one column of the matrix: where one input feature is written in the two hidden dimensions. "
                 f"Of the {view.C} subcomponents the {min(view.C, shown[name])} largest are shown. A recovered subcomponent holds one "
@@ -108,10 +108,7 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
     chain = list(views.values())
     connected = all(a.target.shape[0] == b.target.shape[1] for a, b in pairwise(chain))
     if connected and sum(view.target.numel() for view in chain) <= 2048:
-        most = 8 if max(max(v.target.shape) for v in views.values()) <= 10 else 6
-        singles = [(name, c) for name, view in own.items() for c in plot.by_size(view) if c in evaluation.alive[name]][
-            :most
-        ]
+        singles = plot.parts_to_show(own, {name: len(alive) for name, alive in evaluation.alive.items()})
         caption = (
             "Inputs at the bottom, outputs at the top; red lines are positive weights, blue negative, wider means larger. First the "
             "target, then the network made of all subcomponents, then networks made of one subcomponent each"
@@ -130,7 +127,6 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
         pictures.append(_picture("importances", "Causal importances on one-hot inputs", caption, figure))
     if isinstance(target, ResidualTarget) and set(target.ground_truth()) <= set(views):
         found = target.contributions(result)
-        numbers = found.to_dict()
         caption = (
             "How much each neuron contributes to computing the first ten features: in the target, and in the single subcomponent of W_in that "
             "contributes most. Where the decomposition is right, the two look the same."
@@ -138,7 +134,7 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
         figure = plot.contribution_bars(found.model, found.subcomponents)
         pictures.append(_picture("contributions", "Neuron contributions", caption, figure))
         caption = "The same of all features and neurons; a perfect match is the diagonal."
-        note = f"correlation {numbers['correlation']:.4f}\nslope {numbers['slope']:.3f}\nlargest deviation {numbers['largest_deviation']:.3f}"
+        note = match_in_words(found.to_dict())
         figure = plot.contribution_scatter(found.model, found.subcomponents, target.n_blocks, note)
         pictures.append(_picture("scatter", "All neuron contributions", caption, figure))
     caption = "Left: the terms of the loss on a logarithmic scale. Right: how many subcomponents are important on an average datapoint."

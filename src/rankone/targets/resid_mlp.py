@@ -17,12 +17,11 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from rankone.config import Settings
 from rankone.data import generator_for
 from rankone.decomposition import Decomposition
 from rankone.factored import Activation, FactoredLinear
 from rankone.metrics import CERTAIN, IMPORTANT, Check, Pattern
-from rankone.targets.tms import SparseFeatures
+from rankone.targets.sparse import Recipe, SparseTarget
 
 Factors = tuple[Float[Tensor, "d_out C"], Float[Tensor, "C d_in"]]
 
@@ -61,22 +60,7 @@ class ResidualMLP(nn.Module):
         return F.linear(stream, self.embed.weight.T)
 
 
-class ResidualTraining(Settings):
-    """The recipe for the target: AdamW with the usual (half-wave) cosine."""
-
-    steps: int = Field(default=1_000, ge=1)
-    """Training steps."""
-    batch_size: int = Field(default=2048, ge=1)
-    """Datapoints per step."""
-    lr: float = Field(default=3e-3, gt=0)
-    """The largest learning rate; it falls to 0 along half a cosine wave."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay."""
-    seed: int = Field(default=0, ge=0)
-    """The seed of the pinned weights. train-target tries this one first, then the next, until a target passes its check."""
-
-
-class ResidualTarget(Settings):
+class ResidualTarget(SparseTarget):
     """A residual MLP that computes x + ReLU(x) of more features than it has neurons."""
 
     kind: Literal["resid_mlp"] = "resid_mlp"
@@ -91,26 +75,18 @@ class ResidualTarget(Settings):
     """Neurons in each of them."""
     feature_probability: float = Field(default=0.01, gt=0, le=1)
     """How often each feature is on."""
-    training: ResidualTraining = ResidualTraining()
+    training: Recipe = Recipe(steps=1_000, batch_size=2048, lr=3e-3)
     """How the target is trained."""
-    weights: str = ""
-    """The trained weights: the name of a pinned target, or the path of a file written by train-target."""
-    sha256: str | None = None
-    """The fingerprint that the loaded weights must have; null to take them as they are."""
 
-    similarity_of: ClassVar[str | None] = None
-    """No column of a matrix is a mechanism here; see `neuron_contributions` instead."""
+    lowest: ClassVar[float] = -1.0
+    schedule: ClassVar[Literal["constant", "half_cosine"]] = "half_cosine"
 
     def build(self, seed: int = 0) -> ResidualMLP:
         init = generator_for(seed, "target/init")
         return ResidualMLP(self.n_features, self.d_stream, self.n_blocks, self.n_neurons, init)
 
-    def sampler(self, batch_size: int) -> SparseFeatures:
-        return SparseFeatures(self.n_features, self.feature_probability, batch_size, -1.0, 1.0)
-
-    def probe(self) -> Float[Tensor, "features features"]:
-        """One one-hot row per feature, at three quarters of its range."""
-        return 0.75 * torch.eye(self.n_features)
+    def labels(self, x: Tensor) -> Tensor:
+        return x + F.relu(x)
 
     def ground_truth(self) -> dict[str, tuple[Pattern, int]]:
         """The pattern of importances that each matrix must show: one subcomponent per feature going in, dense coming out."""
@@ -122,26 +98,7 @@ class ResidualTarget(Settings):
 
     def train(self, seed: int) -> tuple[ResidualMLP, float]:
         """Train a fresh target; also return its mean loss over the last hundredth of training."""
-        model = self.build(seed)
-        recipe = self.training
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
-        sampler = self.sampler(recipe.batch_size)
-        tail = max(1, recipe.steps // 100)
-        losses: list[Tensor] = []
-        for step in range(recipe.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.lr * (1 + math.cos(math.pi * step / recipe.steps)) / 2
-            x = sampler.dense(generator_for(seed, "target/data", step))
-            loss = F.mse_loss(model(x), labels(x))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step >= recipe.steps - tail:
-                losses.append(loss.detach())
-        for p in model.parameters():
-            p.grad = None
-        return model.eval(), float(torch.stack(losses).mean())
+        return self.fit(self.build(seed), seed)
 
     @torch.no_grad()
     def check(self, model: nn.Module) -> tuple[bool, dict[str, float]]:
@@ -153,8 +110,8 @@ class ResidualTarget(Settings):
         """
         assert isinstance(model, ResidualMLP)
         x = self.sampler(50_000).dense(generator_for(0, "target/check"))
-        loss = float(F.mse_loss(model(x), labels(x)))
-        naive = float(F.mse_loss(self._naive(model)(x), labels(x)))
+        loss = float(F.mse_loss(model(x), self.labels(x)))
+        naive = float(F.mse_loss(self._naive(model)(x), self.labels(x)))
         found = {"loss": loss, "naive_loss": naive, "share_of_naive_loss": loss / naive}
         return found["share_of_naive_loss"] < WELL_BELOW, found
 
@@ -202,11 +159,6 @@ WELL_BELOW = 0.7
 """A good target's loss is at most this share of the naive solution's."""
 
 
-def labels(x: Tensor) -> Tensor:
-    """What the network is to compute."""
-    return x + F.relu(x)
-
-
 @dataclass(frozen=True)
 class Contributions:
     """How much each neuron contributes to computing each feature: in the target, and in single subcomponents of W_in.
@@ -228,6 +180,11 @@ class Contributions:
             "largest_deviation": float(np.abs(x - y).max()),
             "largest_contribution": float(np.abs(x).max()),
         }
+
+
+def match_in_words(found: Mapping[str, float]) -> str:
+    """What `Contributions.to_dict` found, for a figure."""
+    return f"correlation {found['correlation']:.4f}\nslope {found['slope']:.3f}\nlargest deviation {found['largest_deviation']:.3f}"
 
 
 @torch.no_grad()

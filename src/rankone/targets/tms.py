@@ -1,16 +1,13 @@
-"""Toy Models of Superposition: the networks, their data, how they are trained, and what a good one looks like.
+"""Toy Models of Superposition: the networks, how they start, and what a good one looks like.
 
 x̂ = ReLU(Wᵀ (I) W x + b), with more features than hidden dimensions (section 3.1 of the paper), optionally with fixed
 identity matrices between W and Wᵀ (section 3.2).
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -18,10 +15,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rankone.adapters import LinearAdapter, register_adapter
-from rankone.config import Settings
-from rankone.data import WeightedBatch, generator_for
-from rankone.decomposition import Decomposition
-from rankone.metrics import Check, Pattern
+from rankone.data import generator_for
+from rankone.metrics import Pattern
+from rankone.targets.sparse import SparseTarget
 
 
 class TransposedLinear(nn.Module):
@@ -64,102 +60,19 @@ class TMS(nn.Module):
         return F.relu(self.unembed(hidden))
 
 
-@dataclass(frozen=True)
-class SparseFeatures:
-    """A sampler: each feature is on with some probability, and then uniform between `low` and `high`."""
-
-    n_features: int
-    probability: float
-    batch_size: int
-    low: float = 0.0
-    high: float = 1.0
-
-    def dense(self, generator: torch.Generator) -> Float[Tensor, "batch features"]:
-        """A whole batch, entry by entry."""
-        on = torch.rand(self.batch_size, self.n_features, generator=generator) < self.probability
-        values = torch.rand(self.batch_size, self.n_features, generator=generator)
-        return on * (self.low + (self.high - self.low) * values)
-
-    def __call__(self, generator: torch.Generator) -> WeightedBatch:
-        """A batch with its rows of zeros merged. Only what is on is drawn: the gaps between entries that are on are geometric."""
-        places = self._places(generator)
-        values = torch.rand(len(places), generator=generator).numpy()
-        row, feature = np.divmod(places, self.n_features)
-        begins = np.ones(len(row), bool)
-        np.not_equal(row[1:], row[:-1], out=begins[1:])
-        kept_row = np.cumsum(begins)
-        on = int(kept_row[-1]) if len(row) else 0
-        zeros = self.batch_size - on
-        kept = np.zeros((on + bool(zeros), self.n_features), np.float32)
-        kept[kept_row - 1, feature] = self.low + (self.high - self.low) * values
-        weights = np.ones(len(kept), np.float32)
-        if zeros:
-            weights[-1] = zeros
-        return WeightedBatch(torch.from_numpy(kept), torch.from_numpy(weights))
-
-    def _places(self, generator: torch.Generator) -> Any:
-        """Which entries of the batch are on, counted row by row, in order."""
-        entries = self.batch_size * self.n_features
-        if self.probability == 1:
-            return np.arange(entries)
-        expected = entries * self.probability
-        at_once = int(expected + 6 * math.sqrt(expected) + 10)
-        found = [np.array([-1])]
-        while found[-1][-1] < entries:
-            u = torch.rand(at_once, generator=generator, dtype=torch.float64).numpy()
-            gaps = 1 + (np.log1p(-u) / math.log1p(-self.probability)).astype(np.int64)
-            found.append(found[-1][-1] + np.cumsum(gaps))
-        places = np.concatenate(found[1:])
-        return places[: np.searchsorted(places, entries)]
-
-
-class TMSTraining(Settings):
-    """The recipe for the target: AdamW with a constant learning rate."""
-
-    steps: int = Field(default=10_000, ge=1)
-    """Training steps."""
-    batch_size: int = Field(default=1024, ge=1)
-    """Datapoints per step."""
-    lr: float = Field(default=5e-3, gt=0)
-    """Learning rate."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay."""
-    seed: int = Field(default=0, ge=0)
-    """The seed of the pinned weights. train-target tries this one first, then the next, until a target passes its check."""
-
-
-class TMSTarget(Settings):
+class TMSTarget(SparseTarget):
     """A Toy Model of Superposition."""
 
     kind: Literal["tms"] = "tms"
     """The family of models."""
-    n_features: int = Field(default=5, ge=1)
-    """Features of the input."""
     n_hidden: int = Field(default=2, ge=1)
     """Hidden dimensions."""
     n_identity: int = Field(default=0, ge=0)
     """Fixed identity matrices between W and its transpose."""
-    feature_probability: float = Field(default=0.05, gt=0, le=1)
-    """How often each feature is on."""
-    training: TMSTraining = TMSTraining()
-    """How the target is trained."""
-    weights: str = ""
-    """The trained weights: the name of a pinned target, or the path of a file written by train-target."""
-    sha256: str | None = None
-    """The fingerprint that the loaded weights must have; null to take them as they are."""
-
     similarity_of: ClassVar[str | None] = "embed"
-    """The matrix whose columns MMCS and ML2R are about."""
 
     def build(self) -> TMS:
         return TMS(self.n_features, self.n_hidden, self.n_identity)
-
-    def sampler(self, batch_size: int) -> SparseFeatures:
-        return SparseFeatures(self.n_features, self.feature_probability, batch_size)
-
-    def probe(self) -> Float[Tensor, "features features"]:
-        """One one-hot row per feature, at three quarters of its range."""
-        return 0.75 * torch.eye(self.n_features)
 
     def ground_truth(self) -> dict[str, tuple[Pattern, int]]:
         """The pattern of importances that each matrix must show: W one subcomponent per feature, I dense."""
@@ -175,27 +88,7 @@ class TMSTarget(Settings):
         with torch.no_grad():
             bound = math.sqrt(2 / (self.n_features + self.n_hidden))
             model.embed.weight.copy_(bound * torch.randn(model.embed.weight.shape, generator=init))
-        recipe = self.training
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
-        sampler = self.sampler(recipe.batch_size)
-        tail = max(1, recipe.steps // 100)
-        losses: list[Tensor] = []
-        for step in range(recipe.steps):
-            x = sampler.dense(generator_for(seed, "target/data", step))
-            loss = F.mse_loss(model(x), x)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step >= recipe.steps - tail:
-                losses.append(loss.detach())
-        for p in model.parameters():
-            p.grad = None
-        return model.eval(), float(torch.stack(losses).mean())
-
-    def details(self, decomposition: Decomposition, checks: Mapping[str, Check]) -> dict[str, Any]:
-        """MMCS and ML2R say it all here."""
-        return {}
+        return self.fit(model, seed)
 
     @torch.no_grad()
     def check(self, model: nn.Module) -> tuple[bool, dict[str, float]]:
