@@ -7,6 +7,7 @@ import pytest
 
 from conftest import ROOT
 from rankone import cli
+from rankone.experiments import experiment_file, experiment_names
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
@@ -21,7 +22,12 @@ CHAINS = [
 def shortened(words: list[str]) -> list[str]:
     """The same command with few steps on small batches: the full runs are in results/."""
     if words[0] == "reproduce":
-        return ["reproduce", *(w for w in words[1:2] if not w.startswith("-")), "--from", str(ROOT / "results")]
+        if "--seeds" in words:  # would train: make it of what is kept
+            at = words.index("--seeds")
+            assert int(words[at + 1]) > 0
+            words = [*words[:at], *words[at + 2 :], "--from", "results"]
+        words[words.index("--from") + 1] = str(ROOT / "results")
+        return words
     if words[0] != "run":
         return words
     if "--steps" in words:
@@ -86,6 +92,25 @@ def test_links_and_documented_files_exist():
     listed = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}
     present = {p.name for p in (ROOT / "src/rankone").iterdir()} - {"__init__.py", "__main__.py", "__pycache__"}
     assert listed == present
+
+
+def test_experiments_are_described_as_rankone_list_does():
+    for name in experiment_names():
+        file = experiment_file(name)
+        row = f"| `{name}` | {file.recovers} | {file.takes['default']} | {file.takes['paper']} |"
+        assert row in README.splitlines(), row
+
+
+def test_documented_numbers_are_those_in_results():
+    kept = (ROOT / "results/tables.md").read_text()
+    documented = (ROOT / "docs/reproduction.md").read_text().splitlines()
+    for row in kept.splitlines():
+        assert not row.startswith("|") or row in documented, row
+    recovery = kept.split("## Recovery")[1].split("## ")[0]
+    for row in recovery.splitlines():
+        assert not row.startswith("|") or row in README.splitlines(), row
+    for link in re.findall(r"\]\(([^)]+)\)", "\n".join(documented)):
+        assert link.startswith("https://") or (ROOT / "docs" / link).exists(), link
 
 
 def test_no_placeholder_is_left():

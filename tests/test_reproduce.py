@@ -8,8 +8,9 @@ import pytest
 
 from conftest import ROOT, rankone_main
 from rankone import cli
+from rankone.config import to_yaml
 from rankone.experiments import PRESETS, experiment_names, reproduce, stored
-from rankone.experiments.reproduce import EXPERIMENTS, FIGURES, Wanted, make_figures, make_tables, wanted_for
+from rankone.experiments.reproduce import EXPERIMENTS, FIGURES, Wanted, make, wanted_for
 
 RESULTS = ROOT / "results"
 
@@ -53,7 +54,8 @@ def test_the_runs_of_varied_settings():
     [
         (["table2"], "There is nothing called 'table2' to reproduce. Did you mean 'table1'"),
         (["figure", "beta4"], "There is no figure 'beta4'. Did you mean 'beta3'"),
-        (["figure"], "There is no figure None"),
+        (["figure"], "Name a figure: tms_5-2, tms_5-2-id,"),
+        (["splitting", "--seeds", "2"], "Feature splitting is tested on seed 0"),
         (["table1", "tms_5-2"], "'table1' takes no name"),
         (["table1", "--preset", "papr"], "There is no preset 'papr'. Did you mean 'paper'"),
         (["table1", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
@@ -94,7 +96,7 @@ def test_kept_runs_that_mean_something_else_today_are_left_out(short, tmp_path, 
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "table1", "--from", "reproduction"])
     said = capsys.readouterr().out
-    assert "Left out, because the settings have changed since: tms_5-2-default-seed0" in said
+    assert "Left out: tms_5-2-default-seed0 (batch_size was 64 and is now 4096)" in said
 
 
 def test_from_nothing_to_a_table_and_again_without_training(short, capsys, monkeypatch, tmp_path):
@@ -132,7 +134,7 @@ def test_kept_runs_with_other_settings_are_not_mixed_in(short, capsys, monkeypat
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "figure", "tms_5-2"])
     error = capsys.readouterr().err
-    assert "1 of the runs that reproduction keeps were made with other settings" in error
+    assert "1 of the runs in reproduction were begun with other settings" in error
     assert "steps was 12 and is now" in error
 
 
@@ -150,17 +152,122 @@ def test_what_is_kept_draws_what_the_run_showed(short, tmp_path):
         np.testing.assert_allclose(kept.importances[name], g, atol=0.5 / 255 + 1e-6)
         assert kept.checks[name].errors == evaluation.checks[name].errors
     exact = config.target.contributions(result)
-    np.testing.assert_allclose(kept.contributions.model, exact.model, atol=1e-3)
+    for found, was in zip(kept.contributions, (exact.model, exact.subcomponents), strict=True):
+        np.testing.assert_allclose(found, was, atol=1e-3)
     assert kept.views == {}
     assert (tmp_path / "kept/figure_data.npz").stat().st_size < 200_000
 
 
 def test_results_in_the_repository_are_redrawn_quickly(tmp_path):
     began = time.monotonic()
-    runs = stored.stored_runs(RESULTS)
-    tables = make_tables("all", runs, tmp_path)
-    files = [path for preset in PRESETS for path in make_figures("all", None, preset, runs, tmp_path)[0]]
+    made = make("all", None, PRESETS, stored.stored_runs(RESULTS), tmp_path)
     assert time.monotonic() - began < 60
-    assert [table.title.split(":")[0] for table in tables][:2] == ["Table 1", "Recovery"]
-    assert {p.name for p in files} == {p.name for p in (RESULTS / "figures").glob("*.svg")}
+    assert [table.title.split(":")[0] for table in made.tables][:2] == ["Table 1", "Recovery"]
+    assert {p.name for p in made.figures} == {p.name for p in (RESULTS / "figures").glob("*.svg")}
     assert (tmp_path / "tables.md").read_text() == (RESULTS / "tables.md").read_text()
+
+
+def kept_by_hand(folder, wanted, *, errors=0, alive=None, **numbers):
+    """A kept run that was never made, so that what a table says of it can be known."""
+    directory = folder / wanted.name
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(to_yaml(wanted.config))
+    truth = wanted.config.target.ground_truth()
+    checks = {name: {"pattern": pattern, "expected": k, "errors": 0} for name, (pattern, k) in truth.items()}
+    next(iter(checks.values()))["errors"] = errors
+    summary = {
+        "experiment": wanted.experiment,
+        "preset": wanted.preset,
+        "seed": wanted.seed,
+        "steps": wanted.config.steps,
+        "overrides": wanted.config.overrides,
+        "recovered": errors == 0,
+        "checks": checks,
+        "n_alive": alive or {name: k for name, (_, k) in truth.items()},
+        "reconstruction": {"ones": 0.002, "zero": 0.5},
+        "wall_seconds": 90.0,
+    }
+    (directory / "summary.json").write_text(json.dumps(summary | numbers))
+
+
+def test_what_the_tables_say(tmp_path):
+    match = {"correlation": 0.99987, "slope": 1.0123, "largest_deviation": 0.0061, "largest_contribution": 0.5}
+    other = match | {"slope": 1.0323}
+    kept_by_hand(tmp_path, Wanted("tms_5-2", seed=0), mmcs=1.0, ml2r=0.99)
+    kept_by_hand(tmp_path, Wanted("tms_5-2", seed=1), mmcs=0.9, ml2r=1.01, errors=7, wall_seconds=150.0)
+    kept_by_hand(tmp_path, Wanted("tms_5-2", "paper"), mmcs=1.0, ml2r=1.0, reconstruction={"ones": 0.1, "zero": 0.5})
+    kept_by_hand(tmp_path, Wanted("resid_mlp1", seed=0), details={"neuron_contributions": match})
+    kept_by_hand(tmp_path, Wanted("resid_mlp1", seed=1), details={"neuron_contributions": other})
+    usual, twice, _ = reproduce.splitting_runs("default")[:3]
+    kept_by_hand(tmp_path, usual, mmcs=1.0, ml2r=1.0)
+    kept_by_hand(tmp_path, twice, alive={"embed": 6, "hidden.0": 2, "unembed": 5}, errors=1, mmcs=1.0, ml2r=1.0)
+    made = make("all", None, PRESETS, stored.stored_runs(tmp_path), tmp_path / "out")
+    rows = {table.title.split(":")[0]: [tuple(row) for row in table.rows] for table in made.tables}
+    assert rows["Table 1"][:2] == [
+        ("tms_5-2", "default", "2", "0.950 ± 0.071", "1.000 ± 0.000", "1.000 ± 0.014", "0.993 ± 0.002"),
+        ("tms_5-2", "paper", "1", "1.000", "1.000 ± 0.000", "1.000", "0.993 ± 0.002"),
+    ]
+    assert rows["Recovery"][:2] == [
+        ("tms_5-2", "default", "10,000", "1 of 2 (9% to 91%)", "1 (7)", "0.4%", "2.0"),
+        ("tms_5-2", "paper", "40,000", "1 of 1 (21% to 100%)", "none", "20.0%", "1.5"),
+    ]
+    assert rows["Neuron contributions"] == [
+        ("resid_mlp1", "default", "2", "0.9999 ± 0.0000", "1.022 ± 0.014", "0.006 ± 0.000", "0.500 ± 0.000")
+    ]
+    assert rows["Feature splitting"] == [
+        ("tms_5-2-id", "default", "20", "embed 5, hidden.0 2, unembed 5", "5, 2, 5", "yes"),
+        ("tms_5-2-id", "default", "40", "embed 6, hidden.0 2, unembed 5", "5, 2, 5", "no"),
+    ]
+    # The varied run counts as no seed of the experiment, and what cannot be drawn is named with what it lacks.
+    assert [row[:4] for row in rows["Recovery"] if row[0] == "tms_5-2-id"] == [
+        ("tms_5-2-id", "default", "10,000", "1 of 1 (21% to 100%)")
+    ]
+    assert made.undrawn["splitting"][0] == "tms_5-2-id-default-seed0-C-4x"
+    assert made.undrawn["tms_5-2-paper"] == ["tms_5-2-paper-seed0"]
+    only = make("recovery", None, ["paper"], stored.stored_runs(tmp_path), tmp_path / "out")
+    assert [row[:2] for row in only.tables[0].rows] == [("tms_5-2", "paper")]
+
+
+def test_folders_that_are_no_runs_of_the_paper_are_left_out(tmp_path, capsys):
+    kept_by_hand(tmp_path, Wanted("tms_5-2"), mmcs=1.0, ml2r=1.0)
+    for name, changes in {
+        "own": {"preset": "custom"},
+        "gone": {"overrides": ["no.such=1"]},
+        "new": {"experiment": "x"},
+    }.items():
+        kept_by_hand(tmp_path / "more", Wanted("tms_5-2"), **changes)
+        (tmp_path / "more" / Wanted("tms_5-2").name).rename(tmp_path / name)
+    (tmp_path / "alien").mkdir()
+    (tmp_path / "alien/summary.json").write_text("{}")
+    rankone_main(["reproduce", "recovery", "--from", str(tmp_path), "--out", str(tmp_path / "out")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 1" in said
+    assert "Left out: own (There is no preset 'custom'" in said
+    assert "Left out: gone (There is no setting 'no.such'" in said
+    assert "Left out: new (There is no experiment 'x'" in said
+    assert "Left out: alien (its summary.json is not that of a run)" in said
+
+
+def test_a_run_begun_with_other_settings_is_noticed_before_anything_runs(short, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    begun = tmp_path / "reproduction/runs" / Wanted("tms_5-2-id").name
+    begun.mkdir(parents=True)
+    (begun / "config.yaml").write_text(to_yaml(Wanted("tms_5-2-id").config.model_copy(update={"steps": 13})))
+    with pytest.raises(SystemExit):
+        rankone_main(["reproduce", "table1", "--seeds", "1"])
+    error = " ".join(capsys.readouterr().err.split())
+    assert "1 of the runs in reproduction were begun with other settings: tms_5-2-id-default-seed0" in error
+    assert "steps was 13 and is now 12" in error
+    assert list((tmp_path / "reproduction/runs").iterdir()) == [begun]
+
+
+def test_figure_data_that_is_missing_is_made_from_the_finished_run(short, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rankone_main(["reproduce", "figure", "importances-tms_5-2"])
+    data = tmp_path / "reproduction/tms_5-2-default-seed0/figure_data.npz"
+    metrics = tmp_path / "reproduction/runs/tms_5-2-default-seed0/metrics.jsonl"
+    trained = metrics.stat().st_mtime_ns
+    data.unlink()
+    rankone_main(["reproduce", "figure", "importances-tms_5-2"])
+    assert data.is_file()
+    assert metrics.stat().st_mtime_ns == trained

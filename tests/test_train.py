@@ -271,6 +271,10 @@ def test_the_exponent_moves_from_its_start_to_p():
 
     moving = ImportanceMinimality(p=1.0, p_start=2.0, anneal=0.5)
     assert [moving.exponent(t) for t in (0.0, 0.25, 0.5, 1.0)] == [2.0, 1.5, 1.0, 1.0]
+    late = ImportanceMinimality(p=1.0, p_start=2.0, hold=0.5, anneal=0.25)
+    assert [late.exponent(t) for t in (0.0, 0.5, 0.625, 0.75, 1.0)] == [2.0, 2.0, 1.5, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"hold \+ anneal is 1.2, so the exponent would never reach p"):
+        ImportanceMinimality(p_start=2.0, hold=0.7, anneal=0.5)
     assert ImportanceMinimality(p=0.9).exponent(0.0) == 0.9
     recorded = {}
     for start in (None, 4.0):

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.errors import LayerError
-from rankone.factored import Activation, Factored, FactoredLinear, rows_times
+from rankone.factored import Activation, Factored, FactoredLinear, dense, rows_times
 
 
 class Adapter(ABC):
@@ -38,6 +38,10 @@ class Adapter(ABC):
     @abstractmethod
     def write(self, module: nn.Module, z: Float[Tensor, "*lead C"], U: Float[Tensor, "d_out C"]) -> Activation:
         """The module's output when its subcomponents carry z: U z, plus the original bias."""
+
+    def vectors(self, module: nn.Module, x: Activation) -> Float[Tensor, "*lead d_in"]:
+        """The module's input x as the vectors a that its matrix multiplies."""
+        return dense(x)
 
     def check(self, module: nn.Module) -> str | None:
         """Why this particular module cannot be decomposed, or None when it can."""
@@ -129,6 +133,11 @@ class EmbeddingAdapter(Adapter):
     def read(self, module: nn.Module, x: Activation, V: Tensor) -> Tensor:
         assert isinstance(x, Tensor)
         return F.embedding(x, V.T)
+
+    def vectors(self, module: nn.Module, x: Activation) -> Tensor:
+        assert isinstance(x, Tensor)
+        weight = _weight(module)
+        return F.one_hot(x, len(weight)).to(weight.dtype)
 
     def write(self, module: nn.Module, z: Tensor, U: Tensor) -> Tensor:
         return F.linear(z, U)

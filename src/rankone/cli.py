@@ -29,19 +29,14 @@ from rankone.checkpoint import write_json
 from rankone.config import fields, to_yaml
 from rankone.diagnose import diagnose as find_faults
 from rankone.errors import ConfigError, RankoneError
-from rankone.experiments import (
-    ExperimentConfig,
-    experiment_config,
-    experiment_file,
-    experiment_names,
-)
+from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, experiment_file, experiment_names
 from rankone.experiments.parallel import ParallelRun, jobs_for, run_all
-from rankone.experiments.reproduce import Wanted, make_figures, make_tables, missing_runs, shows_figures, wanted_for
+from rankone.experiments.reproduce import Wanted, is_kept, make, missing_runs, shows_figures, wanted_for
 from rankone.experiments.run import Summary, can_report, evaluate_run, measured, open_as_it_is, read_config, reopen
 from rankone.experiments.run import run as run_experiment
 from rankone.experiments.stored import keep, outdated, stored_runs
 from rankone.fast import WITHOUT_NUMBA, MissingKernels, kernels
-from rankone.progress import ParallelDisplay, RunDisplay, print_diagnosis, print_seeds
+from rankone.progress import ParallelDisplay, RunDisplay, print_diagnosis, print_seeds, print_table
 from rankone.report import write_report
 from rankone.targets import save_target, train_until_good
 from rankone.train import Interrupted, checkpoints
@@ -76,7 +71,9 @@ def list_experiments() -> None:
         file = experiment_file(name)
         table.add_row(name, file.recovers, file.takes["default"], file.takes["paper"])
     console.print(table)
-    console.print("\nTimes are of full runs on two CPU cores, one run at a time. Start one with: rankone run NAME")
+    console.print(
+        "\nTimes are of full runs on one CPU core; those with a star are estimates. Start one with: rankone run NAME"
+    )
 
 
 @app.command
@@ -209,7 +206,7 @@ def reproduce(
     *,
     seeds: int | None = None,
     preset: str | None = None,
-    out: Path = Path("reproduction"),
+    out: Path | None = None,
     source: Annotated[Path | None, Parameter(name="--from")] = None,
     jobs: int | None = None,
 ) -> None:
@@ -227,9 +224,9 @@ def reproduce(
     seeds
         Seeds of every experiment; if not given, 10 of the cheapest down to 1 of the dearest.
     preset
-        `default`, or `paper` for the paper's settings to the letter. With --from, both unless one is named.
+        Which runs to make: `default`, or `paper` for the paper's settings to the letter. If named, tables and figures are of this preset only.
     out
-        Where runs, tables and figures go.
+        Where runs, tables and figures go; reproduction/ if not given, redrawn/ with --from.
     source
         Make everything from the runs that this directory keeps (results/ in the repository), without training.
     jobs
@@ -241,34 +238,24 @@ def reproduce(
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1.")
     if seeds is not None and source is not None:
         raise ConfigError("--from uses every run that is kept; leave --seeds away.")
+    out = out or Path("redrawn" if source else "reproduction")
     wanted = wanted_for(what, name, preset or "default", seeds)
     all_there = source is not None or _make_runs(wanted, out, jobs)
     kept = stored_runs(source or out)
     if not kept:
         raise ConfigError(f"{source or out} keeps no finished runs (folders with a summary.json).")
-    tables = make_tables(what, kept, out)
-    files, missing = make_figures(what, name, preset or "default", kept, out)
-    if source is not None and preset is None:
-        files += make_figures(what, name, "paper", kept, out)[0]
-    for table in tables:
-        console.print(f"\n[bold]{escape(table.title)}[/]\n{escape(table.note)}", soft_wrap=True)
-        shown = RichTable(box=None, header_style="bold", pad_edge=False)
-        for heading in table.head:
-            shown.add_column(heading)
-        for row in table.rows:
-            shown.add_row(*row)
-        console.print(shown)
-    if files:
-        console.print(f"\n{len(files)} figures in {out / 'figures'}", soft_wrap=True)
-    if missing:
-        console.print(
-            f"Some figures were not drawn: these runs are missing, or kept without figure data, or made with other settings: {', '.join(missing)}",
-            soft_wrap=True,
-        )
-    stale = [name for name, run in kept.items() if outdated(run)]
-    if stale:
-        console.print(f"Left out, because the settings have changed since: {', '.join(stale)}", soft_wrap=True)
-    if not all_there or not (files or tables):
+    made = make(what, name, [preset] if preset else PRESETS, kept, out)
+    for table in made.tables:
+        print_table(console, table)
+    if made.figures:
+        console.print(f"\n{len(made.figures)} figures in {out / 'figures'}", soft_wrap=True)
+    if made.undrawn:
+        lacking = ", ".join(dict.fromkeys(run for runs in made.undrawn.values() for run in runs))
+        console.print(f"Not drawn: {', '.join(made.undrawn)}. These runs are missing: {lacking}", soft_wrap=True)
+    for folder, why in ((n, outdated(run)) for n, run in kept.items()):
+        if why:
+            console.print(f"Left out: {folder} ({escape(why[0])})", soft_wrap=True)
+    if not all_there or not (made.figures or made.tables):
         raise SystemExit(1)
 
 
@@ -284,7 +271,7 @@ def _make_runs(wanted: list[Wanted], out: Path, jobs: int | None) -> bool:
     def keep_finished(runs: Sequence[ParallelRun]) -> None:
         for one in runs:
             run = by_name[one.label]
-            if one.state == "done" and not (out / run.name / "summary.json").is_file():
+            if one.state == "done" and not is_kept(run, out):
                 keep(one.out, out / run.name, command=run.command, figures=shows_figures(run))
 
     with ParallelDisplay(console) as display:
@@ -406,7 +393,7 @@ def diagnose(directory: Path, /) -> None:
     """
     config, result, steps = open_as_it_is(directory)
     diagnosis = find_faults(result, config.target.sampler(config.batch_size), steps_done=steps)
-    print_diagnosis(console, diagnosis)
+    print_diagnosis(console, diagnosis, directory)
 
 
 @app.command

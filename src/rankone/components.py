@@ -7,6 +7,7 @@ about modules, masks or importances: see adapters.py for how a layer reads and w
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -65,8 +66,8 @@ def overlap_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Genera
     The overlap of `u v` with W is `u · W v`, so a subcomponent starts large where it already explains
     something of the matrix.
     """
-    V = torch.nn.functional.normalize(torch.randn(C, W.shape[1], generator=generator, dtype=W.dtype), dim=1)
-    U = torch.nn.functional.normalize(torch.randn(W.shape[0], C, generator=generator, dtype=W.dtype), dim=0)
+    V = F.normalize(torch.randn(C, W.shape[1], generator=generator, dtype=W.dtype), dim=1)
+    U = F.normalize(torch.randn(W.shape[0], C, generator=generator, dtype=W.dtype), dim=0)
     overlap = torch.einsum("oc,oi,ci->c", U, W, V)
     return U * overlap, V
 
@@ -78,10 +79,40 @@ def kaiming_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Genera
     return U, V
 
 
+FROM_DATA = "datapoints"
 INITS: dict[str, Callable[[Tensor, int, torch.Generator], Factors]] = {
     "overlap": overlap_init,
     "kaiming": kaiming_init,
+    FROM_DATA: kaiming_init,  # until training has seen data, see `datapoint_start`
 }
+
+
+def datapoint_start(
+    W: Float[Tensor, "d_out d_in"], inputs: Float[Tensor, "rows d_in"], C: int, generator: torch.Generator
+) -> Factors:
+    """Subcomponents that start as what W does to single datapoints.
+
+    Read vectors are the directions of C inputs of the layer, the first at random and then always the one that is farthest from
+    those before (by absolute cosine): what is rare in the data gets its subcomponent like what is frequent. If there are
+    fewer directions than C, the rest is random. Write vectors are the least-squares solution, so that the sum of all
+    subcomponents is W wherever these inputs reach.
+    """
+    directions = F.normalize(inputs[inputs.norm(dim=1) > 0], dim=1)
+    closeness = torch.zeros(len(directions), dtype=W.dtype)
+    chosen: list[int] = []
+    while len(chosen) < C and len(directions) and closeness.min() < SAME_DIRECTION:
+        first = int(torch.randint(len(directions), (), generator=generator))
+        chosen.append(int(closeness.argmin()) if chosen else first)
+        closeness = torch.maximum(closeness, (directions @ directions[chosen[-1]]).abs())
+    others = F.normalize(torch.randn(C - len(chosen), W.shape[1], generator=generator, dtype=W.dtype), dim=1)
+    V = torch.cat([directions[chosen], others])
+    return W @ torch.linalg.pinv(V, rtol=LEAST_SINGULAR), V
+
+
+SAME_DIRECTION = 0.999
+"""Absolute cosine from which on two inputs are the same to `datapoint_start`."""
+LEAST_SINGULAR = 1e-2
+"""Combinations of read vectors that are this small beside the largest are not inverted: write vectors would be huge, and cancel."""
 
 
 def make_subcomponents(W: Float[Tensor, "d_out d_in"], C: int, init: str, generator: torch.Generator) -> Subcomponents:

@@ -108,7 +108,7 @@ class DecompositionConfig(Settings):
     engine: Literal["fast", "exact"] = "fast"
     """`fast` interpolates the gates with compiled kernels where they apply (see fast.py); `exact` computes everything in plain torch."""
     init: str = "overlap"
-    """Initialisation of U and V: `overlap` (the released code's) or `kaiming`."""
+    """Initialisation of U and V: `overlap` (the released code's), `kaiming`, or `datapoints` (what W does to single datapoints, no warm-up needed)."""
     tied: dict[str, str] = {}
     """layer: layer, for layers that share one set of subcomponents because their weights are equal or each other's transpose."""
     optimizer: OptimizerSettings = OptimizerSettings()

@@ -338,15 +338,21 @@ class ImportanceMinimality(Loss):
     """Exponent of the penalty."""
     p_start: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Exponent at the start of training, from which it moves linearly to p; null to use p throughout."""
+    hold: float = Field(default=0.0, ge=0, lt=1)
+    """The share of training for which the exponent stays at p_start."""
     anneal: float = Field(default=0.5, gt=0, le=1)
-    """The share of training over which the exponent moves from p_start to p."""
+    """The share of training, after that, over which the exponent moves from p_start to p."""
     eps: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     """Added to the importances when p < 1, where the slope at 0 would be infinite."""
 
     @model_validator(mode="after")
-    def _finite_slope(self) -> "ImportanceMinimality":
+    def _makes_sense(self) -> "ImportanceMinimality":
         if self.p < 1 and self.eps == 0:
             raise ValueError("with p below 1 the slope of the penalty at 0 is infinite unless eps is above 0")
+        if self.hold + self.anneal > 1:
+            raise ValueError(
+                f"hold + anneal is {self.hold + self.anneal:g}, so the exponent would never reach p; they may be 1 together"
+            )
         return self
 
     def value(self, step: StepContext) -> Float[Tensor, ""]:
@@ -360,4 +366,5 @@ class ImportanceMinimality(Loss):
         """The exponent after this share of training."""
         if self.p_start is None:
             return self.p
-        return self.p + (self.p_start - self.p) * max(0.0, 1 - progress / self.anneal)
+        ahead = 1 - (progress - self.hold) / self.anneal
+        return self.p + (self.p_start - self.p) * min(max(0.0, ahead), 1.0)

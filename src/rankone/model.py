@@ -6,8 +6,9 @@ rather than hooking it means that a replaced layer costs nothing, and that the u
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.adapters import Adapter, adapter_for
-from rankone.components import Subcomponents, TiedSubcomponents, make_subcomponents
-from rankone.data import Batch, call_with, check_batch, generator_for
+from rankone.components import Subcomponents, TiedSubcomponents, datapoint_start, make_subcomponents
+from rankone.data import Batch, call_with, check_batch, generator_for, to_device
 from rankone.errors import LayerError, TargetError, near_matches
 from rankone.factored import Activation, dense
 from rankone.importance import ImportanceFunction, Option, clipped, make_importance
@@ -31,6 +32,11 @@ from rankone.surgery import (
     same,
     unchanged,
 )
+
+START_ROWS = 20
+"""From how many datapoints per subcomponent the initialisation `datapoints` chooses."""
+START_BATCHES = 32
+"""How many batches it looks at in search of them."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,25 @@ class DecomposedModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @torch.no_grad()
+    def start_from_data(self, stream: Iterator[Batch], seed: int) -> None:
+        """Let subcomponents start as what their matrix does to single datapoints: the initialisation `datapoints`."""
+        own = {name: layer for name, layer in self.layers.items() if name not in self.tied}
+        seen: dict[str, list[Tensor]] = {name: [] for name in own}
+        for batch in islice(stream, START_BATCHES):
+            clean = self.clean(to_device(batch, self.device))
+            for name, layer in own.items():
+                a = layer.adapter.vectors(layer.module, clean.inputs[name]).flatten(0, -2)
+                seen[name].append(a.to("cpu", layer.subcomponents.U.dtype))
+            if all(sum(map(len, seen[name])) >= START_ROWS * layer.C for name, layer in own.items()):
+                break
+        for name, layer in own.items():
+            inputs = torch.cat(seen[name])[: START_ROWS * layer.C]
+            generator = generator_for(seed, f"init/datapoints/{name}")
+            U, V = datapoint_start(layer.matrix().cpu(), inputs, layer.C, generator)
+            layer.subcomponents.U.copy_(U)
+            layer.subcomponents.V.copy_(V)
 
     def layer(self, name: str) -> DecomposedLayer:
         if name not in self.layers:

@@ -40,12 +40,13 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def to_svg(figure: "Figure", name: str) -> str:
-    """A figure as SVG text; the same figure is the same text."""
+    """A figure as SVG text; the same figure is the same text (it holds no date)."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": f"rankone-{name}"}):  # and no date
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    # Letters as text, not as outlines: half the size, and they can be searched for.
+    with mpl.rc_context({"svg.hashsalt": f"rankone-{name}", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 
@@ -95,8 +96,8 @@ def network_diagrams(
 ) -> "Figure":
     """The network drawn once for the target, once for the sum, and once for each single subcomponent.
 
-    Layers stand from bottom to top; a line is a weight, red positive and blue negative, as wide as it is large. A
-    subcomponent that tied layers share is drawn in all of them.
+    Layers stand from bottom to top; a line is a weight, red positive and blue negative, as wide as it is large; in wide networks
+    weights below a fifth of the largest are left out. A subcomponent that tied layers share is drawn in all of them.
     """
     zero = {name: torch.zeros_like(view.target) for name, view in views.items()}
     networks: list[tuple[str, dict[str, Tensor]]] = [
@@ -124,11 +125,12 @@ def _network(axes: "Axes", matrices: Sequence[Tensor], largest: float) -> None:
     sizes = [matrices[0].shape[1], *(m.shape[0] for m in matrices)]
     places = [[(i + 0.5) / size for i in range(size)] for size in sizes]
     lines, colours, widths = [], [], []
+    least = 0.02 if max(sizes) <= 10 else 0.2  # thousands of faint lines are a grey surface and a large file
     for level, matrix in enumerate(matrices):
         for o, row in enumerate(matrix.tolist()):
             for i, weight in enumerate(row):
                 strength = min(1.0, abs(weight) / largest)
-                if strength < 0.02:
+                if strength < least:
                     continue
                 lines.append([(places[level][i], level), (places[level + 1][o], level + 1)])
                 colours.append((0.75, 0.15, 0.15, strength) if weight > 0 else (0.15, 0.3, 0.7, strength))
@@ -228,14 +230,16 @@ def contribution_bars(
     model: Float[Tensor, "features neurons"], subcomponents: Float[Tensor, "features neurons"], shown: int = 10
 ) -> "Figure":
     """How much each neuron contributes to the first few features: in the target above, in single subcomponents below."""
-    neurons = model.shape[1]
+    neurons, shown = model.shape[1], min(shown, len(model))
     reach = 1.1 * float(torch.maximum(model[:shown].abs(), subcomponents[:shown].abs()).max())
     figure = _figure(12.0, 4.4)
     for row, (title, values) in enumerate((("target", model), ("single subcomponents", subcomponents))):
         axes = figure.add_subplot(2, 1, row + 1)
         for feature in range(shown):
             places = feature + (torch.arange(neurons) / neurons - 0.5) * 0.86
-            axes.bar(places.numpy(), values[feature].numpy(), width=0.86 / neurons, color=f"C{feature % 10}")
+            axes.vlines(
+                places.numpy(), 0, values[feature].numpy(), color=f"C{feature % 10}", linewidth=1.2, rasterized=True
+            )
             for neuron in values[feature].abs().topk(min(3, neurons)).indices.tolist():
                 height = float(values[feature, neuron])
                 axes.text(float(places[neuron]), height, str(neuron), fontsize=6, ha="center", va="bottom", color=INK)
@@ -262,7 +266,14 @@ def contribution_scatter(
     for block, (x, y) in enumerate(zip(model.chunk(blocks, 1), subcomponents.chunk(blocks, 1), strict=True)):
         label = f"block {block}" if blocks > 1 else None
         axes.plot(
-            x.flatten().numpy(), y.flatten().numpy(), "o", markersize=2, alpha=0.5, markeredgewidth=0, label=label
+            x.flatten().numpy(),
+            y.flatten().numpy(),
+            "o",
+            markersize=2,
+            alpha=0.5,
+            markeredgewidth=0,
+            label=label,
+            rasterized=True,
         )
     axes.text(0.03, 0.97, note, transform=axes.transAxes, fontsize=8, va="top", color=INK)
     if blocks > 1:

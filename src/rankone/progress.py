@@ -6,6 +6,7 @@ On a terminal the lines are live; elsewhere a line is printed every few seconds.
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +18,7 @@ from rich.table import Column, Table
 
 from rankone.diagnose import Diagnosis
 from rankone.experiments.parallel import ParallelRun
+from rankone.experiments.reproduce import Table as ResultTable
 from rankone.metrics import wilson
 from rankone.trackers import Progress
 
@@ -164,8 +166,17 @@ def print_seeds(console: Console, runs: Sequence[ParallelRun], seconds: float) -
         )
 
 
-def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """The numbers that were looked at, then what is wrong and what to do."""
+def print_table(console: Console, table: ResultTable) -> None:
+    """A table of results, with its title and what it means."""
+    console.print(f"\n[bold]{escape(table.title)}[/]\n{escape(table.note)}", soft_wrap=True)
+    shown = Table(*table.head, box=None, header_style="bold", pad_edge=False)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis, directory: Path) -> None:
+    """The numbers that were looked at in a run, then what is wrong and what to do."""
     n = diagnosis.numbers
     table = Table(box=None, show_header=False, pad_edge=False)
     falling = n["still_falling"]
@@ -176,10 +187,12 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         "noise of superposition": f"{n['superposition_noise']:.2e} (inactive subcomponents at random, active ones whole)",
         "inputs with an importance near 1": "these layers do nothing on any input"
         if n["inputs_with_an_importance_near_1"] is None
-        else f"{n['inputs_with_an_importance_near_1']:.0%} of those that need these layers",
+        else f"{n['inputs_with_an_importance_near_1']:.0%}, weighted by how much they need these layers",
         "undecided importances": f"{n['undecided_importances']:.0%}",
         "alive of C": ", ".join(f"{name} {alive} of {n['C'][name]}" for name, alive in n["alive"].items()),
-        "loss, last fifth against the one before": "too short to tell" if falling is None else f"{-falling:+.1%}",
+        "last fifth of training against the middle": "too short to tell"
+        if falling is None
+        else f"loss {-falling['loss']:+.0%}, important subcomponents {-falling['l0']:+.0%}",
     }
     for what, value in rows.items():
         table.add_row(what, escape(value))
@@ -190,4 +203,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         console.print("\n[bold green]Nothing wrong was found.[/]")
     for finding in diagnosis.findings:
         console.print(f"\n[bold red]{escape(finding.name)}[/]: {escape(finding.seen)}.", soft_wrap=True)
-        console.print(f"  It means: {escape(finding.means)}.\n  Do: {escape(finding.do)}.", soft_wrap=True)
+        console.print(
+            f"  It means: {escape(finding.means)}.\n  Do: {escape(finding.do.replace('DIR', str(directory)))}.",
+            soft_wrap=True,
+        )

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from rankone.checkpoint import fingerprint, load_sealed, save_sealed
+from rankone.components import FROM_DATA
 from rankone.config import DecompositionConfig, differences, learning_rate
 from rankone.data import Data, batches, to_device
 from rankone.errors import CheckpointError, RankoneError, TrainingError
@@ -93,6 +94,9 @@ class Training:
         try:
             with self.ready(), _stop_on_signal(self.directory is not None) as stop:
                 if self.step == 0:
+                    if self.config.init == FROM_DATA:
+                        first = batches(self.data, self.config.seed, stream="init")
+                        self.model.start_from_data(first, self.config.seed)
                     self._warm_up()
                 self._loop(metrics, stop)
         finally:

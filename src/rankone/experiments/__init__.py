@@ -103,7 +103,7 @@ class ExperimentFile(Settings):
     recovers: str
     """What a correct decomposition finds."""
     takes: dict[str, str]
-    """Measured time of a full run on two CPU cores, per preset."""
+    """Time of a full run on one CPU core, per preset; with a star if it is an estimate."""
     paper: dict[str, Any]
     """The paper's settings."""
     default: list[Difference]

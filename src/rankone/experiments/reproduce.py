@@ -16,7 +16,7 @@ from rankone.checkpoint import write_atomic
 from rankone.errors import ConfigError, near_matches
 from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, real_differences
 from rankone.experiments.parallel import ParallelRun
-from rankone.experiments.run import Summary
+from rankone.experiments.run import Summary, read_config
 from rankone.experiments.stored import SIDE_BY_SIDE, Stored, groups, outdated
 from rankone.metrics import wilson
 from rankone.targets.resid_mlp import ResidualTarget, match_in_words
@@ -103,9 +103,9 @@ class Table:
         return f"## {self.title}\n\n{self.note}\n\n" + "\n".join(lines) + "\n"
 
 
-def _spread(values: Sequence[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{deviation}"
+def _spread(values: Sequence[float], digits: int = 3) -> str:
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def _share(runs: Sequence[Summary]) -> str:
@@ -143,12 +143,14 @@ def recovery(runs: Mapping[str, Stored]) -> Table:
             f"{run['seed']} ({sum(c['errors'] for c in run['checks'].values())})" for run in of if not run["recovered"]
         ]
         minutes = statistics.median(run["wall_seconds"] for run in of) / 60
-        rows.append((name, preset, f"{of[0]['steps']:,}", _share(of), ", ".join(failed) or "none", f"{minutes:.1f}"))
+        off = max(run["reconstruction"]["ones"] / run["reconstruction"]["zero"] for run in of)
+        failures = ", ".join(failed) or "none"
+        rows.append((name, preset, f"{of[0]['steps']:,}", _share(of), failures, f"{off:.1%}", f"{minutes:.1f}"))
     return Table(
         "Recovery: seeds without a single error in any matrix",
-        "The share of recovered seeds with its Wilson 95 % interval; failed seeds with the number of their errors; median minutes of a run "
-        "on one thread, beside other runs.",
-        ("experiment", "preset", "steps", "recovered", "failed seeds (errors)", "minutes"),
+        "The share of recovered seeds with its Wilson 95 % interval; failed seeds with the number of their errors; how far the network made of all "
+        "subcomponents is from the target, relative to removing everything, in the worst seed; median minutes of a run on one thread, beside other runs.",
+        ("experiment", "preset", "steps", "recovered", "failed seeds (errors)", "sum is off by", "minutes"),
         rows,
     )
 
@@ -158,8 +160,9 @@ def contributions(runs: Mapping[str, Stored]) -> Table:
     rows = []
     for name, preset, of in _by_group(runs, RESIDUAL):
         found = [run["details"]["neuron_contributions"] for run in of]
-        keys = ("correlation", "slope", "largest_deviation", "largest_contribution")
-        rows.append((name, preset, str(len(of)), *(_spread([f[key] for f in found]) for key in keys)))
+        digits = {"correlation": 4, "slope": 3, "largest_deviation": 3, "largest_contribution": 3}
+        numbers = [_spread([match[key] for match in found], n) for key, n in digits.items()]
+        rows.append((name, preset, str(len(of)), *numbers))
     return Table(
         "Neuron contributions: single subcomponents of W_in against the target",
         "Over all features and neurons. A slope above 1 is the skew that the paper sees with two layers.",
@@ -173,7 +176,7 @@ def splitting(runs: Mapping[str, Stored]) -> Table:
     rows = []
     for preset in PRESETS:
         for wanted in splitting_runs(preset):
-            if wanted.name not in runs or outdated(runs[wanted.name]):
+            if wanted.name not in runs:
                 continue
             run = runs[wanted.name].summary
             offered = next(iter(runs[wanted.name].config.layers.values()))
@@ -232,13 +235,12 @@ def draw_importances(run: Stored) -> Drawn:
 
 def draw_contributions(run: Stored) -> Drawn:
     """The first ten features as bars, and all of them as a scatter."""
-    target, found = run.config.target, run.contributions
+    target, (model, parts) = run.config.target, run.contributions
     assert isinstance(target, ResidualTarget)
-    assert found is not None
     note = match_in_words(run.summary["details"]["neuron_contributions"])
-    scatter = plot.contribution_scatter(found.model, found.subcomponents, target.n_blocks, note)
+    scatter = plot.contribution_scatter(model, parts, target.n_blocks, note)
     return {
-        f"{run.config.experiment}-contributions": plot.contribution_bars(found.model, found.subcomponents),
+        f"{run.config.experiment}-contributions": plot.contribution_bars(model, parts),
         f"{run.config.experiment}-scatter": scatter,
     }
 
@@ -270,6 +272,8 @@ class FigureKind:
 
     runs: Callable[[str], list[Wanted]]
     draw: Callable[[list[Stored]], Drawn]
+    of_summaries: bool = False
+    """Whether summaries are all it is drawn from."""
 
 
 def _of_one(experiment: str, draw: Callable[[Stored], Drawn]) -> FigureKind:
@@ -281,7 +285,7 @@ FIGURES: dict[str, FigureKind] = {
     **{f"importances-{name}": _of_one(name, draw_importances) for name in EXPERIMENTS},
     **{f"contributions-{name}": _of_one(name, draw_contributions) for name in RESIDUAL},
     "beta3": FigureKind(beta3_runs, draw_beta3),
-    "splitting": FigureKind(splitting_runs, draw_splitting),
+    "splitting": FigureKind(splitting_runs, draw_splitting, of_summaries=True),
 }
 
 
@@ -292,11 +296,15 @@ def wanted_for(what: str, name: str | None, preset: str, seeds: int | None) -> l
     if what == "figure":
         if seeds is not None:
             raise ConfigError("A figure shows seed 0; --seeds is for tables and for `all`.")
+        if name is None:
+            raise ConfigError(f"Name a figure: {', '.join(FIGURES)}.")
         if name not in FIGURES:
-            raise ConfigError(f"There is no figure {name!r}. {near_matches(name or '', FIGURES)}")
+            raise ConfigError(f"There is no figure {name!r}. {near_matches(name, FIGURES)}")
         return FIGURES[name].runs(preset)
     if name is not None:
         raise ConfigError(f"{what!r} takes no name; only `rankone reproduce figure NAME` does.")
+    if what == "splitting" and seeds is not None:
+        raise ConfigError("Feature splitting is tested on seed 0; --seeds is for the other tables and for `all`.")
     if what not in (*TABLES, "all"):
         raise ConfigError(
             f"There is nothing called {what!r} to reproduce. {near_matches(what, [*TABLES, 'figure', 'all'])}"
@@ -312,50 +320,66 @@ def missing_runs(wanted: Sequence[Wanted], out: Path) -> list[ParallelRun]:
     todo: list[ParallelRun] = []
     differing: dict[str, str] = {}
     for run in wanted:
-        kept = Stored(out / run.name)
-        if not (kept.directory / "summary.json").is_file():
-            todo.append(ParallelRun(run.config, out / "runs" / run.name, run.name))
-        elif found := real_differences(kept.config, run.config):
-            differing[run.name] = "; ".join(found)
+        kept, begun = Stored(out / run.name), out / "runs" / run.name
+        earlier = [folder for folder in (kept.directory, begun) if (folder / "config.yaml").is_file()]
+        found = [change for folder in earlier for change in real_differences(read_config(folder), run.config)]
+        if found:
+            differing[run.name] = "; ".join(dict.fromkeys(found))
+        elif not is_kept(run, out):
+            todo.append(ParallelRun(run.config, begun, run.name))
     if differing:
         name, why = next(iter(differing.items()))
         raise ConfigError(
-            f"{len(differing)} of the runs that {out} keeps were made with other settings: {', '.join(differing)}. ({name}: {why}.) "
+            f"{len(differing)} of the runs in {out} were begun with other settings: {', '.join(differing)}. ({name}: {why}.) "
             f"Choose another --out, or delete these folders, in {out} and in {out / 'runs'}, to make them again."
         )
     return todo
 
 
+def is_kept(wanted: Wanted, out: Path) -> bool:
+    """Whether `out` keeps all that is needed of a run."""
+    kept = Stored(out / wanted.name)
+    return (kept.directory / "summary.json").is_file() and (kept.has_figures or not shows_figures(wanted))
+
+
 def shows_figures(wanted: Wanted) -> bool:
     """Whether some figure shows this run, so that its figure data is worth keeping."""
-    return any(wanted in kind.runs(wanted.preset) for kind in FIGURES.values())
+    return any(wanted in kind.runs(wanted.preset) for kind in FIGURES.values() if not kind.of_summaries)
 
 
-def make_tables(what: str, runs: Mapping[str, Stored], out: Path) -> list[Table]:
-    """Make and write a table, or all of them, of the kept runs of all presets."""
-    made = [kind.make(runs) for table, kind in TABLES.items() if what in ("all", table)]
-    tables = [table for table in made if table.rows]
+@dataclass(frozen=True)
+class Made:
+    """What came of kept runs."""
+
+    tables: list[Table]
+    figures: list[Path]
+    undrawn: dict[str, list[str]]
+    """Figures that lack something -> the runs that are missing, or kept without figure data."""
+
+
+def make(what: str, name: str | None, presets: Sequence[str], kept: Mapping[str, Stored], out: Path) -> Made:
+    """Make and write tables and figures of those kept runs that have one of these presets and mean today what they meant."""
+    runs = {n: run for n, run in kept.items() if not outdated(run) and run.summary["preset"] in presets}
+    tables = [kind.make(runs) for table, kind in TABLES.items() if what in ("all", table)]
+    tables = [table for table in tables if table.rows]
     if tables:
         write_atomic(out / f"{'tables' if what == 'all' else what}.md", "\n".join(table.markdown() for table in tables))
-    return tables
-
-
-def make_figures(
-    what: str, name: str | None, preset: str, runs: Mapping[str, Stored], out: Path
-) -> tuple[list[Path], list[str]]:
-    """Draw one figure, or all of them, of kept runs: the files, and the runs that were missing for the rest."""
+    chosen = {"figure": [name or ""], "all": list(FIGURES), "splitting": ["splitting"]}.get(what, [])
     files: list[Path] = []
-    missing: dict[str, None] = {}
-    chosen = {"figure": [name], "all": list(FIGURES), "splitting": ["splitting"]}.get(what, [])
-    for figure in chosen:
-        assert figure is not None
-        needed = [run.name for run in FIGURES[figure].runs(preset)]
-        absent = [n for n in needed if n not in runs or not runs[n].has_figures or outdated(runs[n])]
-        if absent:
-            missing |= dict.fromkeys(absent)
+    undrawn: dict[str, list[str]] = {}
+    for preset in presets:
+        if not any(run.summary["preset"] == preset for run in runs.values()):
             continue
-        for stem, drawn in FIGURES[figure].draw([runs[n] for n in needed]).items():
-            path = out / "figures" / f"{stem}{'' if preset == 'default' else f'-{preset}'}.svg"
-            write_atomic(path, plot.to_svg(drawn, stem))
-            files.append(path)
-    return files, list(missing)
+        ending = "" if preset == "default" else f"-{preset}"
+        for figure in chosen:
+            kind = FIGURES[figure]
+            needed = [run.name for run in kind.runs(preset)]
+            absent = [n for n in needed if n not in runs or not (kind.of_summaries or runs[n].has_figures)]
+            if absent:
+                undrawn[figure + ending] = absent
+                continue
+            for stem, drawn in kind.draw([runs[n] for n in needed]).items():
+                path = out / "figures" / f"{stem}{ending}.svg"
+                write_atomic(path, plot.to_svg(drawn, stem))
+                files.append(path)
+    return Made(tables, files, undrawn)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from rankone.checkpoint import read_json, write_json
 from rankone.decomposition import Decomposition, LayerView
-from rankone.errors import CheckpointError
-from rankone.evaluate import Evaluation
+from rankone.errors import RankoneError
 from rankone.experiments import ExperimentConfig, experiment_config, real_differences
-from rankone.experiments.run import Summary, evaluate_run, read_config, reopen
+from rankone.experiments.run import Summary, read_config, reopen
 from rankone.metrics import Check, run_check
-from rankone.targets.resid_mlp import Contributions, ResidualTarget
+from rankone.targets.resid_mlp import ResidualTarget
 
 SIDE_BY_SIDE = "threads=1"
 """The one setting that kept runs change: they go side by side, which is the better use of several cores (benchmarks/seeds.py)."""
+CONTRIBUTIONS = ("model", "subcomponents")
 LARGEST_KEPT = 2048
 """Matrices with more entries are not kept: no figure draws them weight by weight."""
 
@@ -47,12 +47,7 @@ class Stored:
 
     @cached_property
     def _arrays(self) -> dict[str, Any]:
-        path = self.directory / "figure_data.npz"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{self.directory} holds no figure_data.npz, so its figures cannot be drawn again. Make the run anew: {self.summary['command']}"
-            )
-        with np.load(path) as arrays:
+        with np.load(self.directory / "figure_data.npz") as arrays:
             return dict(arrays)
 
     @property
@@ -84,13 +79,10 @@ class Stored:
         return {name: LayerView(name, part(name, "target"), part(name, "U"), part(name, "V")) for name in names}
 
     @cached_property
-    def contributions(self) -> Contributions | None:
-        if "contributions/model" not in self._arrays:
-            return None
-        model, parts = (
-            torch.from_numpy(self._arrays[f"contributions/{k}"]).float() for k in ("model", "subcomponents")
-        )
-        return Contributions(model, parts)
+    def contributions(self) -> tuple[Tensor, Tensor]:
+        """Neuron contributions in the target and in single subcomponents, each `[features, neurons]`."""
+        model, parts = (torch.from_numpy(self._arrays[f"contributions/{key}"]).float() for key in CONTRIBUTIONS)
+        return model, parts
 
 
 def keep(run: Path, into: Path, *, command: str, figures: bool) -> Stored:
@@ -99,18 +91,18 @@ def keep(run: Path, into: Path, *, command: str, figures: bool) -> Stored:
     shutil.copy(run / "config.yaml", into / "config.yaml")
     if figures:
         config, result, _ = reopen(run)
-        arrays = figure_data(config, result, evaluate_run(config, result))
+        arrays = figure_data(config, result)
         with open(into / "figure_data.npz", "wb") as file:
             np.savez_compressed(file, **arrays)
     write_json(into / "summary.json", {"command": command} | read_json(run / "summary.json"))
     return Stored(into)
 
 
-def figure_data(config: ExperimentConfig, result: Decomposition, evaluation: Evaluation) -> dict[str, Any]:
+def figure_data(config: ExperimentConfig, result: Decomposition) -> dict[str, Any]:
     """Everything that figures of this run are drawn from."""
     arrays: dict[str, Any] = {}
-    for name, g in evaluation.probe_importances.items():
-        arrays[f"importance/{name}"] = (255 * g).round().to(torch.uint8).numpy()
+    for name, g in result.importances(config.target.probe()).items():
+        arrays[f"importance/{name}"] = (255 * g).round().to(torch.uint8).cpu().numpy()
     for name in result.layers:
         view = result.components(name)
         if view.target.numel() <= LARGEST_KEPT:
@@ -118,8 +110,8 @@ def figure_data(config: ExperimentConfig, result: Decomposition, evaluation: Eva
                 arrays[f"matrix/{name}/{key}"] = tensor.contiguous().numpy()
     if isinstance(config.target, ResidualTarget):
         found = config.target.contributions(result)
-        arrays["contributions/model"] = found.model.half().numpy()
-        arrays["contributions/subcomponents"] = found.subcomponents.half().numpy()
+        for key in CONTRIBUTIONS:
+            arrays[f"contributions/{key}"] = getattr(found, key).half().numpy()
     return arrays
 
 
@@ -132,14 +124,18 @@ def groups(runs: Mapping[str, Stored]) -> dict[tuple[str, str], list[Summary]]:
     """Summaries of runs of presets as they stand now, by (experiment, preset), in the order of their seeds."""
     found: dict[tuple[str, str], list[Summary]] = {}
     for run in runs.values():
-        if not set(run.summary["overrides"]) - {SIDE_BY_SIDE} and not outdated(run):
+        if not outdated(run) and not set(run.summary["overrides"]) - {SIDE_BY_SIDE}:
             found.setdefault((run.summary["experiment"], run.summary["preset"]), []).append(run.summary)
     return {key: sorted(of, key=lambda s: s["seed"]) for key, of in found.items()}
 
 
 def outdated(run: Stored) -> list[str]:
-    """In what a kept run differs from what its experiment, preset and overrides mean today."""
-    today = experiment_config(
-        run.summary["experiment"], preset=run.summary["preset"], assignments=run.summary["overrides"]
-    )
-    return real_differences(run.config, today, besides=("seed",))
+    """In what a kept run differs from what its experiment, preset and overrides mean today, or why they mean nothing today."""
+    said = run.summary
+    if not {"experiment", "preset", "overrides", "checks"} <= set(said):
+        return ["its summary.json is not that of a run"]
+    try:
+        today = experiment_config(said["experiment"], preset=said["preset"], assignments=said["overrides"])
+        return real_differences(run.config, today, besides=("seed",))
+    except RankoneError as error:
+        return [str(error)]

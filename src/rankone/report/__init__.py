@@ -85,12 +85,11 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
     views = {name: result.components(name) for name in result.layers}
     tied = result.model.tied
     own = {name: view for name, view in views.items() if name not in tied}
-    shown = {
-        name: min(
-            7, (evaluation.checks[name].expected if name in evaluation.checks else len(evaluation.alive[name])) + 1
-        )
+    worth = {
+        name: evaluation.checks[name].expected if name in evaluation.checks else len(evaluation.alive[name])
         for name in own
     }
+    shown = {name: min(7, n + 1) for name, n in worth.items()}
     pictures = []
     for name, view in own.items():
         if plot.is_plane(view):
@@ -108,7 +107,7 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
     chain = list(views.values())
     connected = all(a.target.shape[0] == b.target.shape[1] for a, b in pairwise(chain))
     if connected and sum(view.target.numel() for view in chain) <= 2048:
-        singles = plot.parts_to_show(own, {name: len(alive) for name, alive in evaluation.alive.items()})
+        singles = plot.parts_to_show(own, worth)
         caption = (
             "Inputs at the bottom, outputs at the top; red lines are positive weights, blue negative, wider means larger. First the "
             "target, then the network made of all subcomponents, then networks made of one subcomponent each"
@@ -128,7 +127,7 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
     if isinstance(target, ResidualTarget) and set(target.ground_truth()) <= set(views):
         found = target.contributions(result)
         caption = (
-            "How much each neuron contributes to computing the first ten features: in the target, and in the single subcomponent of W_in that "
+            "How much each neuron contributes to computing the first ten features: in the target, and in the subcomponent of W_in that "
             "contributes most. Where the decomposition is right, the two look the same."
         )
         figure = plot.contribution_bars(found.model, found.subcomponents)

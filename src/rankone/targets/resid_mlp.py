@@ -168,21 +168,29 @@ class Contributions:
 
     model: Float[Tensor, "features neurons"]
     subcomponents: Float[Tensor, "features neurons"]
+    """Of the one subcomponent of each block that contributes most to the feature."""
+    maxima: Float[Tensor, "features neurons"]
+    """The largest of all subcomponents, neuron by neuron. It hides negative contributions: even a perfect decomposition deviates by them."""
 
-    def to_dict(self) -> dict[str, float]:
-        """How well the two match: correlation, slope of the regression of one on the other, and largest deviation."""
-        x, y = (t.flatten().double().numpy() for t in (self.model, self.subcomponents))
-        slope, offset = np.polyfit(x, y, 1)
-        return {
-            "correlation": float(np.corrcoef(x, y)[0, 1]),
-            "slope": float(slope),
-            "offset": float(offset),
-            "largest_deviation": float(np.abs(x - y).max()),
-            "largest_contribution": float(np.abs(x).max()),
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """How well single subcomponents match the target, and the same of the maxima."""
+        return _match(self.model, self.subcomponents) | {"of_maxima": _match(self.model, self.maxima)}
 
 
-def match_in_words(found: Mapping[str, float]) -> str:
+def _match(model: Tensor, parts: Tensor) -> dict[str, float]:
+    """Correlation, slope and offset of the regression of one on the other, largest deviation, and what it is to be compared with."""
+    x, y = (t.flatten().double().numpy() for t in (model, parts))
+    slope, offset = np.polyfit(x, y, 1)
+    return {
+        "correlation": float(np.corrcoef(x, y)[0, 1]),
+        "slope": float(slope),
+        "offset": float(offset),
+        "largest_deviation": float(np.abs(x - y).max()),
+        "largest_contribution": float(np.abs(x).max()),
+    }
+
+
+def match_in_words(found: Mapping[str, Any]) -> str:
     """What `Contributions.to_dict` found, for a figure."""
     return f"correlation {found['correlation']:.4f}\nslope {found['slope']:.3f}\nlargest deviation {found['largest_deviation']:.3f}"
 
@@ -191,11 +199,11 @@ def match_in_words(found: Mapping[str, float]) -> str:
 def neuron_contributions(model: ResidualMLP, factors: Mapping[str, Factors]) -> Contributions:
     """The paper's two equations of neuron contributions, for all features.
 
-    `factors` maps layer names to (U, V). For every feature and block the subcomponent of W_in that contributes most in all is taken:
-    the paper's equation takes the maximum for each neuron, which cannot show a negative contribution.
+    `factors` maps layer names to (U, V). The paper's maximum over subcomponents can be read in two ways, of single numbers or of
+    whole subcomponents; both are here.
     """
     W_E = model.embed.weight
-    in_model, in_parts = [], []
+    in_model, in_parts, largest = [], [], []
     for i, block in enumerate(model.blocks):
         assert isinstance(block, ResidualBlock)
         read_off = W_E.T @ block.mlp_out.weight  # [features, neurons]
@@ -206,4 +214,5 @@ def neuron_contributions(model: ResidualMLP, factors: Mapping[str, Factors]) -> 
         single = torch.einsum("fn,nc,cf->fcn", read_off, U_in, V_in @ W_E)
         chosen = single.sum(-1).argmax(1)
         in_parts.append(single[torch.arange(len(chosen)), chosen])
-    return Contributions(torch.cat(in_model, 1), torch.cat(in_parts, 1))
+        largest.append(single.amax(1))
+    return Contributions(torch.cat(in_model, 1), torch.cat(in_parts, 1), torch.cat(largest, 1))
