@@ -327,6 +327,21 @@ def test_without_the_report_extra(rankone, tmp_path, monkeypatch):
     assert "pip install 'rankone[report]'" in err
 
 
+def test_a_run_resumes_although_its_description_has_changed(tmp_path):
+    """A better title, or a reason in better words, must not cost anyone a run."""
+    from rankone.experiments.run import run
+
+    config = experiment_config("tms_5-2", assignments=["steps=30", "checkpoint_every=10", "batch_size=64"])
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config.model_copy(update={"log_every": 21}), tmp_path, observer=lambda p: stop(p) if p.step > 20 else None)
+    described = config.model_copy(update={"log_every": 21, "title": "better", "differs_from_paper": []})
+    assert run(described, tmp_path, resume=True)["steps"] == 30
+
+
 def test_presets_differ_only_where_they_say():
     for name in experiment_names():
         paper = experiment_config(name, preset="paper").model_dump(mode="json")

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -94,6 +94,9 @@ def paper_losses() -> dict[str, Loss]:
 
 class DecompositionConfig(Settings):
     """How to decompose a model: everything but the model, its data and the choice of layers."""
+
+    descriptive: ClassVar[tuple[str, ...]] = ()
+    """Settings that say what a run is, not what it does."""
 
     seed: int = Field(default=0, ge=0)
     """Decides initialisation, data and masks. Same seed, same machine, same result."""

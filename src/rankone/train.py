@@ -21,7 +21,7 @@ from torch.optim.adam import adam
 
 from rankone.checkpoint import fingerprint, load_sealed, save_sealed
 from rankone.components import FROM_DATA
-from rankone.config import DecompositionConfig, differences, learning_rate
+from rankone.config import DecompositionConfig, differences, learning_rate, validated
 from rankone.data import Data, batches, to_device
 from rankone.errors import CheckpointError, RankoneError, TrainingError
 from rankone.factored import keeping_constants, sharing
@@ -291,11 +291,12 @@ class Training:
             raise CheckpointError(
                 f"{path} was written for other layers: {'; '.join(changed)}. Choose the same layers to resume."
             )
-        now = self.config.model_dump(mode="json") | {
-            "divergence": self.divergence_name,
-            "output": described(self.model.output),
-        }
-        differing = differences(meta["config"] | {key: meta[key] for key in ("divergence", "output")}, now)
+        # What older versions did not know has its default now; how a run is described does not matter to it.
+        earlier = validated(type(self.config), meta["config"], source=str(path))
+        before, now = (c.model_dump(mode="json", exclude=set(c.descriptive)) for c in (earlier, self.config))
+        before |= {key: meta[key] for key in ("divergence", "output")}
+        now |= {"divergence": self.divergence_name, "output": described(self.model.output)}
+        differing = differences(before, now)
         if differing:
             raise CheckpointError(
                 f"{path} was written with other settings, so it cannot be resumed with these: {'; '.join(differing)}. "

@@ -7,7 +7,7 @@ default preset. What a run finally used is one complete `ExperimentConfig`, writ
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -25,26 +25,12 @@ from rankone.errors import ConfigError, near_matches
 from rankone.targets import TargetSettings
 
 PRESETS = ("default", "paper")
-DESCRIPTIVE = (
-    "experiment",
-    "preset",
-    "title",
-    "recovers",
-    "paper_reports",
-    "differs_from_paper",
-    "overrides",
-    "schema_version",
-)
-"""Settings that say what a run is, not what it does."""
 
 
 def real_differences(old: "ExperimentConfig", new: "ExperimentConfig", *, besides: Sequence[str] = ()) -> list[str]:
     """In what two runs differ, in words; how they are described does not count, nor what is named in `besides`."""
-    unread = (*DESCRIPTIVE, *besides)
-    before, after = (
-        {key: value for key, value in config.model_dump(mode="json").items() if key not in unread}
-        for config in (old, new)
-    )
+    unread = {*new.descriptive, *besides}
+    before, after = (config.model_dump(mode="json", exclude=unread) for config in (old, new))
     return differences(before, after)
 
 
@@ -61,6 +47,17 @@ class Difference(Settings):
 
 class ExperimentConfig(DecompositionConfig):
     """A whole run: target, data, layers, and how to decompose them."""
+
+    descriptive: ClassVar[tuple[str, ...]] = (
+        "experiment",
+        "preset",
+        "title",
+        "recovers",
+        "paper_reports",
+        "differs_from_paper",
+        "overrides",
+        "schema_version",
+    )
 
     schema_version: Literal[1] = 1
     """The form of this file; rankone refuses forms it does not know."""
@@ -193,7 +190,7 @@ def experiment_config(
     else:
         values = preset_values(name_or_path, preset or "default")
     for assignment in assignments:
-        if assignment.partition("=")[0] in DESCRIPTIVE:
+        if assignment.partition("=")[0] in ExperimentConfig.descriptive:
             hint = "Use --preset." if assignment.startswith("preset") else "It describes a run and is not set by hand."
             raise ConfigError(f"{assignment!r} cannot be given as an override. {hint}")
     changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
