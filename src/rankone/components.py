@@ -98,12 +98,13 @@ def datapoint_start(
     subcomponents is W wherever these inputs reach.
     """
     directions = F.normalize(inputs[inputs.norm(dim=1) > 0], dim=1)
-    closeness = torch.zeros(len(directions), dtype=W.dtype)
     chosen: list[int] = []
-    while len(chosen) < C and len(directions) and closeness.min() < SAME_DIRECTION:
-        first = int(torch.randint(len(directions), (), generator=generator))
-        chosen.append(int(closeness.argmin()) if chosen else first)
-        closeness = torch.maximum(closeness, (directions @ directions[chosen[-1]]).abs())
+    if len(directions):
+        chosen.append(int(torch.randint(len(directions), (), generator=generator)))
+        closeness = (directions @ directions[chosen[0]]).abs()
+        while len(chosen) < C and closeness.min() < SAME_DIRECTION:
+            chosen.append(int(closeness.argmin()))
+            closeness = torch.maximum(closeness, (directions @ directions[chosen[-1]]).abs())
     others = F.normalize(torch.randn(C - len(chosen), W.shape[1], generator=generator, dtype=W.dtype), dim=1)
     V = torch.cat([directions[chosen], others])
     return W @ torch.linalg.pinv(V, rtol=LEAST_SINGULAR), V
