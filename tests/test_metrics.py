@@ -92,3 +92,16 @@ def test_l0():
     assert l0(g) == 1.0
     assert l0(g, torch.tensor([0.75, 0.25])) == 1.5
     assert l0(g.unsqueeze(1).expand(2, 5, 3), torch.tensor([0.75, 0.25])) == 1.5
+
+
+def test_wrong_entries_are_the_errors_that_are_counted():
+    g = torch.eye(4, 6)
+    g[2, 2], g[0, 5], g[3, 1] = 0.8, 0.3, 0.05
+    g = g[:, torch.tensor([3, 1, 0, 2, 4, 5])]
+    check = identity_check(g)
+    assert check.wrong(g[:, check.order]) == [(0, 5), (2, 2)]
+    assert len(check.wrong(g[:, check.order])) == check.errors == 2
+    dense = torch.tensor([[1.0, 0.5, 0.0, 0.2], [1.0, 1.0, 0.0, 0.0]])
+    check = dense_check(dense, 2)
+    assert check.wrong(dense[:, check.order]) == [(0, 2)]
+    assert check.errors == 1

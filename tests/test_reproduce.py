@@ -1,13 +1,16 @@
 """Reproducing the paper: the right runs, kept and resumed, tables and figures from what is kept."""
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 
 from conftest import ROOT, rankone_main
-from rankone import cli
 from rankone.config import to_yaml
 from rankone.experiments import PRESETS, experiment_names, reproduce, stored
 from rankone.experiments.reproduce import EXPERIMENTS, FIGURES, Wanted, make, wanted_for
@@ -52,7 +55,9 @@ def test_the_runs_of_varied_settings():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["table2"], "There is nothing called 'table2' to reproduce. Did you mean 'table1'"),
+        (["table2"], "There is no table 'table2' to reproduce. Did you mean 'table1'"),
+        (["figures", "beta3"], "There is no table 'figures' to reproduce. Did you mean 'figure'"),
+        (["beta3"], "There is no table 'beta3' to reproduce. Did you mean `figure beta3`?"),
         (["figure", "beta4"], "There is no figure 'beta4'. Did you mean 'beta3'"),
         (["figure"], "Name a figure: tms_5-2, tms_5-2-id,"),
         (["splitting", "--seeds", "2"], "Feature splitting is tested on seed 0"),
@@ -60,7 +65,14 @@ def test_the_runs_of_varied_settings():
         (["table1", "--preset", "papr"], "There is no preset 'papr'. Did you mean 'paper'"),
         (["table1", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
         (["figure", "beta3", "--seeds", "2"], "A figure shows seed 0; --seeds is for tables"),
-        (["table1", "--from", "nowhere", "--seeds", "2"], "--from uses every run that is kept; leave --seeds away"),
+        (
+            ["table1", "--from", "nowhere", "--seeds", "2"],
+            "--from uses every run that is kept and makes none; leave --seeds",
+        ),
+        (
+            ["table1", "--from", "nowhere", "--jobs", "2"],
+            "--from uses every run that is kept and makes none; leave --seeds and",
+        ),
         (["table1", "--from", "nowhere"], "nowhere keeps no finished runs"),
     ],
 )
@@ -83,8 +95,7 @@ def short(monkeypatch):
         return found.model_copy(update={"steps": 12, "batch_size": 64, "faithfulness_warmup": warm_up})
 
     monkeypatch.setattr(Wanted, "config", property(config))
-    for module in (stored, reproduce, cli):
-        monkeypatch.setattr(module, "outdated", lambda run: [])
+    monkeypatch.setattr(stored, "real_differences", lambda *_, **__: [])
 
 
 def test_kept_runs_that_mean_something_else_today_are_left_out(short, tmp_path, monkeypatch, capsys):
@@ -95,8 +106,9 @@ def test_kept_runs_that_mean_something_else_today_are_left_out(short, tmp_path, 
     capsys.readouterr()
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "table1", "--from", "reproduction"])
-    said = capsys.readouterr().out
-    assert "Left out: tms_5-2-default-seed0 (batch_size was 64 and is now 4096)" in said
+    said = capsys.readouterr()
+    assert "Left out: tms_5-2-default-seed0 (batch_size was 64 and is now 4096)" in said.out
+    assert "reproduction keeps no run that this could be made of" in said.err
 
 
 def test_from_nothing_to_a_table_and_again_without_training(short, capsys, monkeypatch, tmp_path):
@@ -164,6 +176,11 @@ def test_results_in_the_repository_are_redrawn_quickly(tmp_path):
     assert time.monotonic() - began < 60
     assert [table.title.split(":")[0] for table in made.tables][:2] == ["Table 1", "Recovery"]
     assert {p.name for p in made.figures} == {p.name for p in (RESULTS / "figures").glob("*.svg")}
+    for path in made.figures:
+        assert path.read_bytes() == (RESULTS / "figures" / path.name).read_bytes(), (
+            f"{path.name} is not what results/ draw"
+        )
+    assert not made.left_out
     assert (tmp_path / "tables.md").read_text() == (RESULTS / "tables.md").read_text()
 
 
@@ -185,6 +202,9 @@ def kept_by_hand(folder, wanted, *, errors=0, alive=None, **numbers):
         "checks": checks,
         "n_alive": alive or {name: k for name, (_, k) in truth.items()},
         "reconstruction": {"ones": 0.002, "zero": 0.5},
+        "mmcs": None,
+        "ml2r": None,
+        "details": {},
         "wall_seconds": 90.0,
     }
     (directory / "summary.json").write_text(json.dumps(summary | numbers))
@@ -246,6 +266,87 @@ def test_folders_that_are_no_runs_of_the_paper_are_left_out(tmp_path, capsys):
     assert "Left out: gone (There is no setting 'no.such'" in said
     assert "Left out: new (There is no experiment 'x'" in said
     assert "Left out: alien (its summary.json is not that of a run)" in said
+
+
+def test_copies_and_damaged_folders_are_left_out(tmp_path, capsys):
+    for seed in range(2):
+        kept_by_hand(tmp_path, Wanted("tms_5-2", seed=seed), mmcs=1.0, ml2r=1.0)
+    first = tmp_path / "tms_5-2-default-seed0"
+    shutil.copytree(first, tmp_path / "copy")
+    shutil.copytree(first, tmp_path / "tms_5-2-default-seed2")
+    twice = reproduce.splitting_runs("default")[1].name
+    shutil.copytree(first, tmp_path / twice)
+    for name, summary in {"null": "null", "cut": '{"experiment": "tms', "list": "[1]"}.items():
+        shutil.copytree(first, tmp_path / name)
+        (tmp_path / name / "summary.json").write_text(summary)
+    kept_by_hand(tmp_path, Wanted("tms_5-2", seed=3), seed=4)
+    rankone_main(["reproduce", "recovery", "--from", str(tmp_path), "--out", str(tmp_path / "out")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 2 (34% to 100%)" in said
+    for name in ("copy", "tms_5-2-default-seed2", twice):
+        assert f"Left out: {name} (its name is not that of the run it holds)" in said
+    assert "Left out: null (its summary.json is not that of a run)" in said
+    assert "Left out: list (its summary.json is not that of a run)" in said
+    assert "cut/summary.json is not valid JSON" in said
+    assert "Left out: tms_5-2-default-seed3 (its summary.json is of seed 4, its config.yaml of seed 3)" in said
+    with pytest.raises(SystemExit):
+        rankone_main(["reproduce", "recovery", "--from", str(tmp_path), "--preset", "paper"])
+    assert "keeps no run of the preset paper that this could be made of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"PK cut", "of another program"])
+def test_figure_data_that_cannot_be_read_counts_as_missing(short, content, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rankone_main(["reproduce", "figure", "importances-tms_5-2"])
+    data = tmp_path / "reproduction/tms_5-2-default-seed0/figure_data.npz"
+    good = data.read_bytes()
+    if isinstance(content, bytes):
+        data.write_bytes(content)
+    else:
+        np.savez(data, something=np.zeros(3))
+    with pytest.raises(SystemExit):
+        rankone_main(["reproduce", "figure", "importances-tms_5-2", "--from", "reproduction"])
+    assert "These runs are missing: tms_5-2-default-seed0" in capsys.readouterr().out
+    rankone_main(["reproduce", "figure", "importances-tms_5-2"])
+    assert data.read_bytes() == good
+
+
+def test_a_run_that_cannot_be_kept_does_not_stop_the_others(short, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rankone_main(["reproduce", "figure", "importances-tms_5-2"])
+    shutil.rmtree("reproduction/tms_5-2-default-seed0")
+    shutil.rmtree("reproduction/runs/tms_5-2-default-seed0/decomposition")
+    monkeypatch.setattr(reproduce, "TMS", ("tms_5-2",))
+    with pytest.raises(SystemExit) as stop:
+        rankone_main(["reproduce", "table1", "--seeds", "2"])
+    assert stop.value.code == 1
+    said = capsys.readouterr()
+    assert "2 runs are needed, 0 are there." in said.out
+    assert "tms_5-2-default-seed0: failed" in said.err
+    assert "delete reproduction/runs/tms_5-2-default-seed0 to make it again" in " ".join(said.err.split())
+    assert not (tmp_path / "reproduction/tms_5-2-default-seed0").exists()
+    assert (tmp_path / "reproduction/tms_5-2-default-seed1/summary.json").is_file()
+    shutil.rmtree("reproduction/runs/tms_5-2-default-seed0")
+    rankone_main(["reproduce", "table1", "--seeds", "2"])
+    assert "2 runs are needed, 1 are there." in capsys.readouterr().out
+
+
+def test_an_interrupted_reproduction_goes_on_where_it_stopped(tmp_path):
+    """The real command, stopped as a user would and called again. (That resumed runs end in the same bits is tested elsewhere.)"""
+    words = [sys.executable, "-m", "rankone", "reproduce", "figure", "tms_5-2", "--out", str(tmp_path / "out")]
+    begun = tmp_path / "out/runs/tms_5-2-default-seed0/checkpoints"
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list(begun.glob("*")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Interrupted; everything is saved. Go on with the same command." in said
+    assert not (tmp_path / "out/tms_5-2-default-seed0").exists()
+    again = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "out/tms_5-2-default-seed0/summary.json").read_text())["recovered"] is True
+    assert (tmp_path / "out/figures/tms_5-2-columns-embed.svg").is_file()
 
 
 def test_a_run_begun_with_other_settings_is_noticed_before_anything_runs(short, tmp_path, monkeypatch, capsys):

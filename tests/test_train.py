@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_out(whole, tmp_path):
     newest = checkpoints(tmp_path)[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(
-        RankoneError, match=r"step-000000020.safetensors cannot be read.*Delete that file to resume from step-000000015"
+        RankoneError, match=r"step-000000020.safetensors cannot be read.*Delete that file to go on from step-000000015"
     ):
         rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
     newest.unlink()
@@ -266,16 +266,29 @@ def test_metrics_hold_no_times(whole):
     assert set(json.loads(lines[0])) == {"step", "lr", "loss", "l0"}
 
 
-def test_the_exponent_moves_from_its_start_to_p():
+def test_the_total_has_the_coefficient_of_its_step():
+    moving = {"coefficient": 1.0, "coefficient_start": 5.0, "hold": 0.0, "anneal": 1.0}
+    config = DecompositionConfig(steps=4, log_every=1, losses={"importance_minimality": moving})
+    history = rankone.decompose(small_mlp(), uniform(), LAYERS, config).history
+    found = [record["loss"]["total"] / record["loss"]["importance_minimality"] for record in history]
+    assert found == pytest.approx([5.0, 4.0, 3.0, 2.0])
+
+
+def test_exponent_and_coefficient_move_from_their_starts():
     from rankone.losses import ImportanceMinimality
 
     moving = ImportanceMinimality(p=1.0, p_start=2.0, anneal=0.5)
     assert [moving.exponent(t) for t in (0.0, 0.25, 0.5, 1.0)] == [2.0, 1.5, 1.0, 1.0]
     late = ImportanceMinimality(p=1.0, p_start=2.0, hold=0.5, anneal=0.25)
     assert [late.exponent(t) for t in (0.0, 0.5, 0.625, 0.75, 1.0)] == [2.0, 2.0, 1.5, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"hold \+ anneal is 1.2, so the exponent would never reach p"):
+    with pytest.raises(ValueError, match=r"hold \+ anneal is 1.2, so exponent and coefficient would never arrive"):
         ImportanceMinimality(p_start=2.0, hold=0.7, anneal=0.5)
     assert ImportanceMinimality(p=0.9).exponent(0.0) == 0.9
+    assert ImportanceMinimality(coefficient=2.0).coefficient_at(0.0) == 2.0
+    with pytest.raises(ValueError, match=r"a coefficient of 0 switches the loss off"):
+        ImportanceMinimality(coefficient=0.0, coefficient_start=5.0)
+    both = ImportanceMinimality(coefficient=1.0, coefficient_start=5.0, p=1.0, p_start=2.0, hold=0.5, anneal=0.25)
+    assert [both.coefficient_at(t) for t in (0.0, 0.5, 0.625, 0.75, 1.0)] == [5.0, 5.0, 3.0, 1.0, 1.0]
     recorded = {}
     for start in (None, 4.0):
         config = DecompositionConfig(

@@ -31,10 +31,10 @@ from rankone.diagnose import diagnose as find_faults
 from rankone.errors import ConfigError, RankoneError
 from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, experiment_file, experiment_names
 from rankone.experiments.parallel import ParallelRun, jobs_for, run_all
-from rankone.experiments.reproduce import Wanted, is_kept, make, missing_runs, shows_figures, wanted_for
+from rankone.experiments.reproduce import Wanted, keeper, make, missing_runs, wanted_for
 from rankone.experiments.run import Summary, can_report, evaluate_run, measured, open_as_it_is, read_config, reopen
 from rankone.experiments.run import run as run_experiment
-from rankone.experiments.stored import keep, outdated, stored_runs
+from rankone.experiments.stored import stored_runs
 from rankone.fast import WITHOUT_NUMBA, MissingKernels, kernels
 from rankone.progress import ParallelDisplay, RunDisplay, print_diagnosis, print_seeds, print_table
 from rankone.report import write_report
@@ -236,8 +236,8 @@ def reproduce(
         raise ConfigError("Figures need matplotlib. Install it with: pip install 'rankone[report]'")
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1.")
-    if seeds is not None and source is not None:
-        raise ConfigError("--from uses every run that is kept; leave --seeds away.")
+    if source is not None and (seeds, jobs) != (None, None):
+        raise ConfigError("--from uses every run that is kept and makes none; leave --seeds and --jobs away.")
     out = out or Path("redrawn" if source else "reproduction")
     wanted = wanted_for(what, name, preset or "default", seeds)
     all_there = source is not None or _make_runs(wanted, out, jobs)
@@ -252,10 +252,12 @@ def reproduce(
     if made.undrawn:
         lacking = ", ".join(dict.fromkeys(run for runs in made.undrawn.values() for run in runs))
         console.print(f"Not drawn: {', '.join(made.undrawn)}. These runs are missing: {lacking}", soft_wrap=True)
-    for folder, why in ((n, outdated(run)) for n, run in kept.items()):
-        if why:
-            console.print(f"Left out: {folder} ({escape(why[0])})", soft_wrap=True)
-    if not all_there or not (made.figures or made.tables):
+    for folder, why in made.left_out.items():
+        console.print(f"Left out: {folder} ({escape(why)})", soft_wrap=True)
+    if not (made.figures or made.tables):
+        of = f" of the preset {preset}" if preset else ""
+        raise ConfigError(f"{source or out} keeps no run{of} that this could be made of.")
+    if not all_there:
         raise SystemExit(1)
 
 
@@ -266,14 +268,7 @@ def _make_runs(wanted: list[Wanted], out: Path, jobs: int | None) -> bool:
     if not todo:
         return True
     at_a_time = min(len(todo), jobs_for(todo[0].config, jobs))
-    by_name = {run.name: run for run in wanted}
-
-    def keep_finished(runs: Sequence[ParallelRun]) -> None:
-        for one in runs:
-            run = by_name[one.label]
-            if one.state == "done" and not is_kept(run, out):
-                keep(one.out, out / run.name, command=run.command, figures=shows_figures(run))
-
+    keep_finished = keeper(wanted, out)
     with ParallelDisplay(console) as display:
 
         def observer(runs: Sequence[ParallelRun]) -> None:

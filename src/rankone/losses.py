@@ -221,6 +221,15 @@ class Loss(BaseModel, ABC):
     def value(self, step: StepContext) -> Float[Tensor, ""]:
         """The term itself, without its coefficient."""
 
+    def coefficient_at(self, progress: float) -> float:
+        """The coefficient after this share of training."""
+        return self.coefficient
+
+    @property
+    def settled(self) -> float:
+        """The share of training after which this loss no longer changes its own settings."""
+        return 0.0
+
     def penalty(self, progress: float) -> Penalty | None:
         """The penalty on importances that this loss will ask for after this share of training, if it is of that kind.
 
@@ -334,14 +343,16 @@ class ImportanceMinimality(Loss):
 
     coefficient: float = Field(default=3e-3, ge=0, allow_inf_nan=False)
     """beta3."""
+    coefficient_start: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """beta3 at the start of training, from which it moves to `coefficient` along with the exponent; null to use `coefficient` throughout."""
     p: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Exponent of the penalty."""
     p_start: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Exponent at the start of training, from which it moves linearly to p; null to use p throughout."""
     hold: float = Field(default=0.0, ge=0, lt=1)
-    """The share of training for which the exponent stays at p_start."""
+    """The share of training for which exponent and coefficient stay as they start."""
     anneal: float = Field(default=0.5, gt=0, le=1)
-    """The share of training, after that, over which the exponent moves from p_start to p."""
+    """The share of training, after that, over which they move to p and `coefficient`."""
     eps: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     """Added to the importances when p < 1, where the slope at 0 would be infinite."""
 
@@ -349,9 +360,13 @@ class ImportanceMinimality(Loss):
     def _makes_sense(self) -> "ImportanceMinimality":
         if self.p < 1 and self.eps == 0:
             raise ValueError("with p below 1 the slope of the penalty at 0 is infinite unless eps is above 0")
+        if self.coefficient == 0 and self.coefficient_start:
+            raise ValueError(
+                "a coefficient of 0 switches the loss off; with coefficient_start, let it end at a small one"
+            )
         if self.hold + self.anneal > 1:
             raise ValueError(
-                f"hold + anneal is {self.hold + self.anneal:g}, so the exponent would never reach p; they may be 1 together"
+                f"hold + anneal is {self.hold + self.anneal:g}, so exponent and coefficient would never arrive; they may be 1 together"
             )
         return self
 
@@ -362,9 +377,20 @@ class ImportanceMinimality(Loss):
         p = self.exponent(progress)
         return Penalty(p, self.eps if p < 1 else 0.0)
 
+    def coefficient_at(self, progress: float) -> float:
+        return self._moving(self.coefficient_start, self.coefficient, progress)
+
     def exponent(self, progress: float) -> float:
         """The exponent after this share of training."""
-        if self.p_start is None:
-            return self.p
+        return self._moving(self.p_start, self.p, progress)
+
+    @property
+    def settled(self) -> float:
+        moves = self.p_start is not None or self.coefficient_start is not None
+        return self.hold + self.anneal if moves else 0.0
+
+    def _moving(self, start: float | None, end: float, progress: float) -> float:
+        if start is None:
+            return end
         ahead = 1 - (progress - self.hold) / self.anneal
-        return self.p + (self.p_start - self.p) * min(max(0.0, ahead), 1.0)
+        return end + (start - end) * min(max(0.0, ahead), 1.0)

@@ -39,6 +39,19 @@ class Check:
     def recovered(self) -> bool:
         return self.errors == 0
 
+    def wrong(self, ordered: Float[Tensor, "features C"]) -> list[tuple[int, int]]:
+        """(feature, column) of the entries that are errors, of importances with their columns in `order`.
+
+        A subcomponent of a dense pattern that is certain nowhere has no one entry to show.
+        """
+        stray = ordered > IMPORTANT
+        if self.pattern == "dense":
+            stray[:, : self.expected] = False
+        else:
+            n = min(ordered.shape)
+            stray[range(n), range(n)] = ordered.diagonal() < CERTAIN
+        return [(int(row), int(column)) for row, column in stray.nonzero()]
+
 
 def identity_check(importances: Float[Tensor, "features C"]) -> Check:
     """One subcomponent per feature and nothing else: errors are missing diagonal entries and stray others."""

@@ -5,9 +5,11 @@ order in which the recovery check sorted them where there is one, otherwise by s
 """
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 INK = "#1f2933"
 FAINT = "#c5ccd3"
+ALARM = "#c0392b"
+FEW_ERRORS = 30
+"""So many errors are ringed in a heat map; more are plain to see."""
 FEATURE_COLOURS = "tab10"
 DIVERGING = "RdBu_r"  # red is positive, as in the network diagrams
 LOSS_NAMES = {
@@ -97,7 +102,7 @@ def network_diagrams(
     """The network drawn once for the target, once for the sum, and once for each single subcomponent.
 
     Layers stand from bottom to top; a line is a weight, red positive and blue negative, as wide as it is large; in wide networks
-    weights below a fifth of the largest are left out. A subcomponent that tied layers share is drawn in all of them.
+    weights below a third of the largest are left out. A subcomponent that tied layers share is drawn in all of them.
     """
     zero = {name: torch.zeros_like(view.target) for name, view in views.items()}
     networks: list[tuple[str, dict[str, Tensor]]] = [
@@ -116,6 +121,10 @@ def network_diagrams(
         axes = figure.add_subplot(rows, columns, i + 1)
         _network(axes, list(matrices.values()), largest)
         axes.set_title(title, fontsize=9, color=INK)
+    if wide > 10:
+        figure.supxlabel(
+            "Red: positive, blue: negative. Weights below a third of the largest are not drawn.", fontsize=8
+        )
     return figure
 
 
@@ -125,7 +134,7 @@ def _network(axes: "Axes", matrices: Sequence[Tensor], largest: float) -> None:
     sizes = [matrices[0].shape[1], *(m.shape[0] for m in matrices)]
     places = [[(i + 0.5) / size for i in range(size)] for size in sizes]
     lines, colours, widths = [], [], []
-    least = 0.02 if max(sizes) <= 10 else 0.2  # thousands of faint lines are a grey surface and a large file
+    least = 0.02 if max(sizes) <= 10 else 1 / 3  # thousands of faint lines are a grey surface and a large file
     for level, matrix in enumerate(matrices):
         for o, row in enumerate(matrix.tolist()):
             for i, weight in enumerate(row):
@@ -190,7 +199,7 @@ def importance_heatmap(
         if i % across == 0:
             axes.set_ylabel("input feature that is on", fontsize=8)
         all_axes.append(axes)
-    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01, aspect=40).ax.tick_params(labelsize=7)
     return figure
 
 
@@ -208,7 +217,7 @@ def importances_by_setting(found: Sequence[tuple[str, Mapping[str, Tensor], Mapp
             if j == 0:
                 axes.set_ylabel("input feature that is on", fontsize=8)
             all_axes.append(axes)
-    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01, aspect=40).ax.tick_params(labelsize=7)
     return figure
 
 
@@ -219,18 +228,24 @@ def _heatmap(axes: "Axes", g: Tensor, check: Check | None) -> Any:
     used = torch.nonzero(g.amax(0) > 0.02).flatten()
     shown = min(g.shape[1], max(g.shape[0], int(used[-1]) + 6 if len(used) else 1))
     image = axes.imshow(g[:, :shown].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    rest = f", first {shown} of {g.shape[1]}" if shown < g.shape[1] else ""
-    axes.set_xlabel(f"subcomponent (permuted{rest})", fontsize=8)
+    rest = f", {shown} of {g.shape[1]}" if shown < g.shape[1] else ""
+    errors = check.wrong(g) if check else []
+    if 0 < len(errors) <= FEW_ERRORS:
+        rows, columns = zip(*errors, strict=True)
+        axes.plot(columns, rows, "o", color=ALARM, markerfacecolor="none", markersize=5, markeredgewidth=0.9)
+        rest += "; rings: errors"
+    axes.set_xlabel(f"permuted subcomponents{rest}", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.locator_params(integer=True)
     return image
 
 
 def contribution_bars(
-    model: Float[Tensor, "features neurons"], subcomponents: Float[Tensor, "features neurons"], shown: int = 10
+    model: Float[Tensor, "features neurons"], subcomponents: Float[Tensor, "features neurons"], blocks: int
 ) -> "Figure":
-    """How much each neuron contributes to the first few features: in the target above, in single subcomponents below."""
-    neurons, shown = model.shape[1], min(shown, len(model))
+    """How much each neuron contributes to the first ten features: in the target above, in single subcomponents below."""
+    neurons, shown = model.shape[1], min(10, len(model))
+    divided = f", the {blocks} blocks divided by grey lines" if blocks > 1 else ""
     reach = 1.1 * float(torch.maximum(model[:shown].abs(), subcomponents[:shown].abs()).max())
     figure = _figure(12.0, 4.4)
     for row, (title, values) in enumerate((("target", model), ("single subcomponents", subcomponents))):
@@ -240,13 +255,22 @@ def contribution_bars(
             axes.vlines(
                 places.numpy(), 0, values[feature].numpy(), color=f"C{feature % 10}", linewidth=1.2, rasterized=True
             )
-            for neuron in values[feature].abs().topk(min(3, neurons)).indices.tolist():
-                height = float(values[feature, neuron])
-                axes.text(float(places[neuron]), height, str(neuron), fontsize=6, ha="center", va="bottom", color=INK)
+            before = (-math.inf, 0.0)
+            for neuron in sorted(values[feature].abs().topk(min(3, neurons)).indices.tolist()):
+                place, height = float(places[neuron]), max(0.0, float(values[feature, neuron]))
+                if place - before[0] < 0.1 and abs(height - before[1]) < 0.07 * reach:
+                    height = before[1] + 0.07 * reach  # above its neighbour's name, not over it
+                axes.text(place, height, str(neuron), fontsize=6, ha="center", va="bottom", color=INK)
+                before = (place, height)
+            for block in range(1, blocks):
+                between = feature + (block / blocks - 0.5 / neurons - 0.5) * 0.86
+                axes.axvline(between, color=FAINT, linewidth=0.5, zorder=0)
         axes.axhline(0, color=FAINT, linewidth=0.6, zorder=0)
         axes.set(xticks=range(shown), xlim=(-0.6, shown - 0.4), ylim=(min(-0.25 * reach, 0), reach))
         axes.set_title(
-            f"{title}: a bar for each of the {neurons} neurons, the three largest named", fontsize=9, color=INK
+            f"{title}: a bar for each of the {neurons} neurons{divided}; the three largest named",
+            fontsize=9,
+            color=INK,
         )
         axes.set_ylabel("neuron contribution", fontsize=8)
         axes.set_xlabel("input feature" if row else "", fontsize=8)
@@ -264,7 +288,8 @@ def contribution_scatter(
     reach = 1.08 * float(torch.maximum(model.abs().max(), subcomponents.abs().max()))
     axes.plot([-reach, reach], [-reach, reach], color=FAINT, linewidth=1, zorder=0)
     for block, (x, y) in enumerate(zip(model.chunk(blocks, 1), subcomponents.chunk(blocks, 1), strict=True)):
-        label = f"block {block}" if blocks > 1 else None
+        slope = np.polyfit(x.flatten().double().numpy(), y.flatten().double().numpy(), 1)[0]
+        label = f"block {block}, slope {slope:.3f}" if blocks > 1 else None
         axes.plot(
             x.flatten().numpy(),
             y.flatten().numpy(),

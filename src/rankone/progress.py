@@ -172,7 +172,8 @@ def print_table(console: Console, table: ResultTable) -> None:
     shown = Table(*table.head, box=None, header_style="bold", pad_edge=False)
     for row in table.rows:
         shown.add_row(*row)
-    console.print(shown)
+    # In a file or a pipe, lines may be as long as they have to be.
+    (console if console.is_terminal else Console(file=console.file, width=1000)).print(shown)
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis, directory: Path) -> None:
@@ -185,12 +186,12 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, directory: Path) -> 
         "random masks": f"{n['divergence']['stochastic']:.2e}, {n['masked_share']:.2%} of the scale",
         "everything removed (the scale)": f"{n['divergence']['zero']:.2e}",
         "noise of superposition": f"{n['superposition_noise']:.2e} (inactive subcomponents at random, active ones whole)",
-        "inputs with an importance near 1": "these layers do nothing on any input"
-        if n["inputs_with_an_importance_near_1"] is None
-        else f"{n['inputs_with_an_importance_near_1']:.0%}, weighted by how much they need these layers",
-        "undecided importances": f"{n['undecided_importances']:.0%}",
+        "inputs with an importance near 1": ", ".join(
+            f"{name} {share:.0%}" for name, share in n["inputs_with_an_importance_near_1"].items()
+        )
+        or "these layers do nothing on any input",
         "alive of C": ", ".join(f"{name} {alive} of {n['C'][name]}" for name, alive in n["alive"].items()),
-        "last fifth of training against the middle": "too short to tell"
+        "late in training": "too short to tell"
         if falling is None
         else f"loss {-falling['loss']:+.0%}, important subcomponents {-falling['l0']:+.0%}",
     }

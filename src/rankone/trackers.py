@@ -74,5 +74,7 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def read_metrics(path: Path, first_bytes: int | None = None) -> list[Record]:
+    """The records of a `metrics.jsonl`, or of as many of its bytes as belong to a checkpoint: what comes after may be half a line."""
+    content = path.read_bytes()[:first_bytes] if path.exists() else b""
+    return [json.loads(line) for line in content.splitlines()]

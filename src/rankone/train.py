@@ -76,8 +76,6 @@ class Training:
         self.parameters = list(self.trained.values())
         self.divergence_name = described(divergence) if divergence is not None else config.divergence
         self.losses = {name: loss for name, loss in config.losses.items() if loss.coefficient > 0}
-        coefficients = [loss.coefficient for loss in self.losses.values()]
-        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device=model.device)
         self.optimizer = Adam(self.parameters)
         self.step = 0
         self.seconds = 0.0
@@ -140,7 +138,8 @@ class Training:
             )
             terms = {name: loss.value(context) for name, loss in self.losses.items()}
         stacked = torch.stack(list(terms.values()))
-        total = stacked @ self.coefficients.to(stacked.dtype)
+        coefficients = [loss.coefficient_at(progress) for loss in self.losses.values()]
+        total = stacked @ torch.tensor(coefficients, dtype=stacked.dtype, device=stacked.device)
         return total, terms, context
 
     def take_step(self, step: int, batch: Any) -> tuple[Tensor, dict[str, Tensor], StepContext]:
@@ -249,11 +248,7 @@ class Training:
         found = checkpoints(self.directory) if self.directory is not None else []
         if not found:
             return 0, None
-        try:
-            tensors, meta = load_sealed(found[-1])
-        except CheckpointError as error:
-            earlier = f"resume from {found[-2].name}" if len(found) > 1 else "start again from step 0"
-            raise CheckpointError(f"{error} Delete that file to {earlier}.") from None
+        tensors, meta = load_newest(found)
         self._check_same(found[-1], meta)
         if meta["kernels"] != self.uses_kernels:
             had, has = ("with", "without") if meta["kernels"] else ("without", "with")
@@ -281,16 +276,7 @@ class Training:
     def _check_same(self, path: Path, meta: dict[str, Any]) -> None:
         if meta["target"] != self.target_fingerprint:
             raise CheckpointError(f"{path} belongs to another target network (its weights differ); nothing was loaded.")
-        layers = {name: layer.C for name, layer in self.model.layers.items()}
-        if meta["C"] != layers:
-            changed = [
-                f"{name} had C = {meta['C'].get(name)} and has {layers.get(name)}"
-                for name in sorted(set(meta["C"]) | set(layers))
-                if meta["C"].get(name) != layers.get(name)
-            ]
-            raise CheckpointError(
-                f"{path} was written for other layers: {'; '.join(changed)}. Choose the same layers to resume."
-            )
+        refuse_other_layers(self.model, path, meta)
         # What older versions did not know has its default now; how a run is described does not matter to it.
         earlier = validated(type(self.config), meta["config"], source=str(path))
         before, now = (c.model_dump(mode="json", exclude=set(c.descriptive)) for c in (earlier, self.config))
@@ -314,6 +300,29 @@ def described(thing: Any) -> Any:
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     return sorted((directory / "checkpoints").glob("step-*.safetensors"))
+
+
+def load_newest(found: Sequence[Path]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The content of the newest of these checkpoints."""
+    try:
+        return load_sealed(found[-1])
+    except CheckpointError as error:
+        earlier = f"go on from {found[-2].name}" if len(found) > 1 else "start again from step 0"
+        raise CheckpointError(f"{error} Delete that file to {earlier}.") from None
+
+
+def refuse_other_layers(model: DecomposedModel, path: Path, meta: Mapping[str, Any]) -> None:
+    """Raise an error if a checkpoint was written for other layers than this model's, or another C."""
+    layers = {name: layer.C for name, layer in model.layers.items()}
+    if meta["C"] != layers:
+        changed = [
+            f"{name} had C = {meta['C'].get(name)} and has {layers.get(name)}"
+            for name in sorted(set(meta["C"]) | set(layers))
+            if meta["C"].get(name) != layers.get(name)
+        ]
+        raise CheckpointError(
+            f"{path} was written for other layers: {'; '.join(changed)}. Choose the same layers again."
+        )
 
 
 def load_parameters(model: DecomposedModel, tensors: Mapping[str, Tensor]) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from rankone import plot
 from rankone.checkpoint import write_atomic
-from rankone.errors import ConfigError, near_matches
+from rankone.errors import ConfigError, RankoneError, near_matches
 from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, real_differences
 from rankone.experiments.parallel import ParallelRun
 from rankone.experiments.run import Summary, read_config
-from rankone.experiments.stored import SIDE_BY_SIDE, Stored, groups, outdated
+from rankone.experiments.stored import SIDE_BY_SIDE, Stored, changes, groups, keep
 from rankone.metrics import wilson
 from rankone.targets.resid_mlp import ResidualTarget, match_in_words
 
@@ -165,7 +165,7 @@ def contributions(runs: Mapping[str, Stored]) -> Table:
         rows.append((name, preset, str(len(of)), *numbers))
     return Table(
         "Neuron contributions: single subcomponents of W_in against the target",
-        "Over all features and neurons. A slope above 1 is the skew that the paper sees with two layers.",
+        "Over all features and neurons. A slope above 1 means that contributions of single subcomponents are larger than the target's, as the paper sees with two layers.",
         ("experiment", "preset", "seeds", "correlation", "slope", "largest deviation", "largest contribution"),
         rows,
     )
@@ -240,7 +240,7 @@ def draw_contributions(run: Stored) -> Drawn:
     note = match_in_words(run.summary["details"]["neuron_contributions"])
     scatter = plot.contribution_scatter(model, parts, target.n_blocks, note)
     return {
-        f"{run.config.experiment}-contributions": plot.contribution_bars(model, parts),
+        f"{run.config.experiment}-contributions": plot.contribution_bars(model, parts, target.n_blocks),
         f"{run.config.experiment}-scatter": scatter,
     }
 
@@ -301,18 +301,23 @@ def wanted_for(what: str, name: str | None, preset: str, seeds: int | None) -> l
         if name not in FIGURES:
             raise ConfigError(f"There is no figure {name!r}. {near_matches(name, FIGURES)}")
         return FIGURES[name].runs(preset)
+    if what not in (*TABLES, "all"):
+        hint = f"Did you mean `figure {what}`?" if what in FIGURES else near_matches(what, [*TABLES, "figure", "all"])
+        raise ConfigError(f"There is no table {what!r} to reproduce. {hint}")
     if name is not None:
         raise ConfigError(f"{what!r} takes no name; only `rankone reproduce figure NAME` does.")
     if what == "splitting" and seeds is not None:
         raise ConfigError("Feature splitting is tested on seed 0; --seeds is for the other tables and for `all`.")
-    if what not in (*TABLES, "all"):
-        raise ConfigError(
-            f"There is nothing called {what!r} to reproduce. {near_matches(what, [*TABLES, 'figure', 'all'])}"
-        )
     found = [run for table in TABLES if what in ("all", table) for run in TABLES[table].runs(preset, seeds)]
     if what == "all":
         found += [run for figure in FIGURES.values() for run in figure.runs(preset)]
+        found = [run for run in found if _belongs_to_all(run)]
     return sorted(dict.fromkeys(found), key=lambda run: EXPERIMENTS.index(run.experiment))
+
+
+def _belongs_to_all(run: Wanted) -> bool:
+    """Other coefficients and other C are studied once, with the default preset, unless one asks for them by name."""
+    return run.preset == "default" or not run.overrides
 
 
 def missing_runs(wanted: Sequence[Wanted], out: Path) -> list[ParallelRun]:
@@ -339,12 +344,47 @@ def missing_runs(wanted: Sequence[Wanted], out: Path) -> list[ParallelRun]:
 def is_kept(wanted: Wanted, out: Path) -> bool:
     """Whether `out` keeps all that is needed of a run."""
     kept = Stored(out / wanted.name)
-    return (kept.directory / "summary.json").is_file() and (kept.has_figures or not shows_figures(wanted))
+    return kept.objection is None and (kept.has_figures or not shows_figures(wanted))
 
 
 def shows_figures(wanted: Wanted) -> bool:
     """Whether some figure shows this run, so that its figure data is worth keeping."""
     return any(wanted in kind.runs(wanted.preset) for kind in FIGURES.values() if not kind.of_summaries)
+
+
+def keeper(wanted: Sequence[Wanted], out: Path) -> Callable[[Sequence[ParallelRun]], None]:
+    """An observer that keeps what matters of each run as soon as it is done; one that cannot be kept has failed, and the others go on."""
+    by_name = {run.name: run for run in wanted}
+    seen: set[str] = set()
+
+    def keep_finished(runs: Sequence[ParallelRun]) -> None:
+        for one in runs:
+            if one.state != "done" or one.label in seen:
+                continue
+            seen.add(one.label)
+            run = by_name[one.label]
+            try:
+                keep(one.out, out / run.name, command=run.command, figures=shows_figures(run))
+            except (RankoneError, OSError) as error:
+                one.state = "failed"
+                one.message = f"{error} It is done but cannot be kept; delete {one.out} to make it again."
+
+    return keep_finished
+
+
+def left_out(kept: Mapping[str, Stored]) -> dict[str, str]:
+    """Folders that are not counted, and why."""
+    found: dict[str, str] = {}
+    special = {run.name: run for preset in PRESETS for run in (*beta3_runs(preset), *splitting_runs(preset))}
+    for name, run in kept.items():
+        if run.objection is not None:
+            found[name] = run.objection
+            continue
+        said = run.summary
+        proper = special.get(name, Wanted(said["experiment"], said["preset"], said["seed"]))
+        if name != proper.name or changes(said) != set(proper.overrides) or said["seed"] != proper.seed:
+            found[name] = "its name is not that of the run it holds"
+    return found
 
 
 @dataclass(frozen=True)
@@ -355,11 +395,14 @@ class Made:
     figures: list[Path]
     undrawn: dict[str, list[str]]
     """Figures that lack something -> the runs that are missing, or kept without figure data."""
+    left_out: dict[str, str]
+    """Folders that are not counted -> why."""
 
 
 def make(what: str, name: str | None, presets: Sequence[str], kept: Mapping[str, Stored], out: Path) -> Made:
     """Make and write tables and figures of those kept runs that have one of these presets and mean today what they meant."""
-    runs = {n: run for n, run in kept.items() if not outdated(run) and run.summary["preset"] in presets}
+    not_counted = left_out(kept)
+    runs = {n: run for n, run in kept.items() if n not in not_counted and run.summary["preset"] in presets}
     tables = [kind.make(runs) for table, kind in TABLES.items() if what in ("all", table)]
     tables = [table for table in tables if table.rows]
     if tables:
@@ -373,6 +416,8 @@ def make(what: str, name: str | None, presets: Sequence[str], kept: Mapping[str,
         ending = "" if preset == "default" else f"-{preset}"
         for figure in chosen:
             kind = FIGURES[figure]
+            if what == "all" and not all(_belongs_to_all(run) for run in kind.runs(preset)):
+                continue
             needed = [run.name for run in kind.runs(preset)]
             absent = [n for n in needed if n not in runs or not (kind.of_summaries or runs[n].has_figures)]
             if absent:
@@ -382,4 +427,4 @@ def make(what: str, name: str | None, presets: Sequence[str], kept: Mapping[str,
                 path = out / "figures" / f"{stem}{ending}.svg"
                 write_atomic(path, plot.to_svg(drawn, stem))
                 files.append(path)
-    return Made(tables, files, undrawn)
+    return Made(tables, files, undrawn, not_counted)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rankone.checkpoint import fingerprint, load_sealed, read_json, write_atomic, write_json
+from rankone.checkpoint import fingerprint, read_json, write_atomic, write_json
 from rankone.config import from_yaml, to_yaml, validated
 from rankone.decomposition import Decomposition, build, decompose, load
 from rankone.errors import CheckpointError
@@ -30,7 +30,7 @@ from rankone.experiments import ExperimentConfig, read_text, real_differences
 from rankone.report import write_report
 from rankone.targets import load_target
 from rankone.trackers import Observer, read_metrics
-from rankone.train import checkpoints, load_parameters
+from rankone.train import checkpoints, load_newest, load_parameters, refuse_other_layers
 
 Summary = dict[str, Any]
 
@@ -102,6 +102,11 @@ def reopen(out: Path) -> tuple[ExperimentConfig, Decomposition, Summary]:
         raise CheckpointError(
             f"{out / 'summary.json'} is not the summary of a run. Delete it and finish the run: rankone run {out} --resume"
         )
+    if not (out / "decomposition").is_dir():
+        raise CheckpointError(
+            f"{out} holds the summary of a run but not its decomposition. "
+            + (f"Make the run itself with: {summary['command']}" if "command" in summary else "Make the run again.")
+        )
     return config, load(out / "decomposition", load_target(config.target)), summary
 
 
@@ -117,10 +122,11 @@ def open_as_it_is(out: Path) -> tuple[ExperimentConfig, Decomposition, int]:
         raise CheckpointError(
             f"{out} has no checkpoint yet: there is nothing to look at. Go on with: rankone run {out} --resume"
         )
-    tensors, meta = load_sealed(found[-1])
+    tensors, meta = load_newest(found)
     model = build(load_target(config.target), config.layers, config, None)
+    refuse_other_layers(model, found[-1], meta)
     load_parameters(model, tensors)
-    history = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] < meta["step"]]
+    history = read_metrics(out / "metrics.jsonl", meta["metrics_bytes"])
     return config, Decomposition(model, config, history, meta["seconds"]), meta["step"]
 
 

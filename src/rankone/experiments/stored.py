@@ -5,7 +5,9 @@ config.yaml      its complete settings
 figure_data.npz  what its figures show, at the precision that a figure has; only where figures are wanted
 """
 
+import io
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankone.checkpoint import read_json, write_json
+from rankone.checkpoint import read_json, write_atomic, write_json
 from rankone.decomposition import Decomposition, LayerView
-from rankone.errors import RankoneError
+from rankone.errors import CheckpointError, RankoneError
 from rankone.experiments import ExperimentConfig, experiment_config, real_differences
 from rankone.experiments.run import Summary, read_config, reopen
 from rankone.metrics import Check, run_check
@@ -27,6 +29,22 @@ from rankone.targets.resid_mlp import ResidualTarget
 SIDE_BY_SIDE = "threads=1"
 """The one setting that kept runs change: they go side by side, which is the better use of several cores (benchmarks/seeds.py)."""
 CONTRIBUTIONS = ("model", "subcomponents")
+IN_A_SUMMARY = (
+    "experiment",
+    "preset",
+    "overrides",
+    "seed",
+    "steps",
+    "checks",
+    "recovered",
+    "mmcs",
+    "ml2r",
+    "n_alive",
+    "reconstruction",
+    "details",
+    "wall_seconds",
+)
+"""What tables and figures read of it."""
 LARGEST_KEPT = 2048
 """Matrices with more entries are not kept: no figure draws them weight by weight."""
 
@@ -39,20 +57,43 @@ class Stored:
 
     @cached_property
     def summary(self) -> Summary:
-        return read_json(self.directory / "summary.json")
+        said = read_json(self.directory / "summary.json")
+        if not isinstance(said, dict) or not set(IN_A_SUMMARY) <= set(said):
+            raise CheckpointError("its summary.json is not that of a run")
+        return said
 
     @cached_property
     def config(self) -> ExperimentConfig:
         return read_config(self.directory)
 
     @cached_property
-    def _arrays(self) -> dict[str, Any]:
-        with np.load(self.directory / "figure_data.npz") as arrays:
-            return dict(arrays)
+    def objection(self) -> str | None:
+        """Why this is not a run to count: its files, or what its experiment, preset and overrides mean today; None if it is one."""
+        try:
+            said = self.summary
+            if said["seed"] != self.config.seed:
+                return f"its summary.json is of seed {said['seed']}, its config.yaml of seed {self.config.seed}"
+            today = experiment_config(said["experiment"], preset=said["preset"], assignments=said["overrides"])
+            return next(iter(real_differences(self.config, today, besides=("seed",))), None)
+        except RankoneError as error:
+            return str(error)
 
-    @property
+    @cached_property
+    def _arrays(self) -> dict[str, Any]:
+        path = self.directory / "figure_data.npz"
+        try:
+            with np.load(path) as arrays:
+                return dict(arrays)
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}). Delete it to have it made again.") from None
+
+    @cached_property
     def has_figures(self) -> bool:
-        return (self.directory / "figure_data.npz").is_file()
+        """Whether there is figure data, and all of it can be read."""
+        try:
+            return any(key.startswith("importance/") for key in self._arrays)
+        except CheckpointError:
+            return False
 
     @cached_property
     def importances(self) -> dict[str, Tensor]:
@@ -87,14 +128,14 @@ class Stored:
 
 def keep(run: Path, into: Path, *, command: str, figures: bool) -> Stored:
     """Keep what matters of a finished run in the directory `into`."""
+    config, result, summary = reopen(run)
     into.mkdir(parents=True, exist_ok=True)
     shutil.copy(run / "config.yaml", into / "config.yaml")
     if figures:
-        config, result, _ = reopen(run)
-        arrays = figure_data(config, result)
-        with open(into / "figure_data.npz", "wb") as file:
-            np.savez_compressed(file, **arrays)
-    write_json(into / "summary.json", {"command": command} | read_json(run / "summary.json"))
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **figure_data(config, result))
+        write_atomic(into / "figure_data.npz", packed.getvalue())
+    write_json(into / "summary.json", {"command": command} | summary)
     return Stored(into)
 
 
@@ -121,21 +162,14 @@ def stored_runs(directory: Path) -> dict[str, Stored]:
 
 
 def groups(runs: Mapping[str, Stored]) -> dict[tuple[str, str], list[Summary]]:
-    """Summaries of runs of presets as they stand now, by (experiment, preset), in the order of their seeds."""
+    """Summaries of runs of presets as they are, by (experiment, preset), in the order of their seeds."""
     found: dict[tuple[str, str], list[Summary]] = {}
     for run in runs.values():
-        if not outdated(run) and not set(run.summary["overrides"]) - {SIDE_BY_SIDE}:
+        if not changes(run.summary):
             found.setdefault((run.summary["experiment"], run.summary["preset"]), []).append(run.summary)
     return {key: sorted(of, key=lambda s: s["seed"]) for key, of in found.items()}
 
 
-def outdated(run: Stored) -> list[str]:
-    """In what a kept run differs from what its experiment, preset and overrides mean today, or why they mean nothing today."""
-    said = run.summary
-    if not {"experiment", "preset", "overrides", "checks"} <= set(said):
-        return ["its summary.json is not that of a run"]
-    try:
-        today = experiment_config(said["experiment"], preset=said["preset"], assignments=said["overrides"])
-        return real_differences(run.config, today, besides=("seed",))
-    except RankoneError as error:
-        return [str(error)]
+def changes(summary: Summary) -> set[str]:
+    """What a run changed in its preset, besides what all kept runs do."""
+    return set(summary["overrides"]) - {SIDE_BY_SIDE}

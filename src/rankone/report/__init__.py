@@ -130,7 +130,7 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
             "How much each neuron contributes to computing the first ten features: in the target, and in the subcomponent of W_in that "
             "contributes most. Where the decomposition is right, the two look the same."
         )
-        figure = plot.contribution_bars(found.model, found.subcomponents)
+        figure = plot.contribution_bars(found.model, found.subcomponents, target.n_blocks)
         pictures.append(_picture("contributions", "Neuron contributions", caption, figure))
         caption = "The same of all features and neurons; a perfect match is the diagonal."
         note = match_in_words(found.to_dict())
