@@ -255,6 +255,14 @@ def test_a_narrow_terminal_shows_what_matters(monkeypatch):
         assert words in screen.getvalue()
 
 
+def test_the_first_step_promises_nothing():
+    from rankone.progress import pace
+    from rankone.trackers import Progress
+
+    assert pace(Progress({}, 1, 10_000, 21.0, 21_000.0)) == "the first step is done"
+    assert pace(Progress({}, 101, 10_000, 22.0, 5.0)) == "5.0 ms/step, 0:49 left"
+
+
 def test_a_run_with_other_settings_is_not_resumed(rankone):
     rankone("run", "tms_5-2", *SMALL, "--out", "a")
     code, _, err = rankone("run", "tms_5-2", *SMALL, "--out", "a", "--seed", "1", "--resume")

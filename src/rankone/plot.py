@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -280,16 +279,20 @@ def contribution_bars(
 
 
 def contribution_scatter(
-    model: Float[Tensor, "features neurons"], subcomponents: Float[Tensor, "features neurons"], blocks: int, note: str
+    model: Float[Tensor, "features neurons"],
+    subcomponents: Float[Tensor, "features neurons"],
+    blocks: Sequence[str],
+    note: str,
 ) -> "Figure":
-    """All neuron contributions: those of the target across, those of single subcomponents up. A perfect match is the diagonal."""
+    """All neuron contributions: those of the target across, those of single subcomponents up. A perfect match is the diagonal.
+
+    `blocks` says what the legend calls each block's neurons.
+    """
     figure = _figure(4.6, 4.4)
     axes = figure.add_subplot()
     reach = 1.08 * float(torch.maximum(model.abs().max(), subcomponents.abs().max()))
     axes.plot([-reach, reach], [-reach, reach], color=FAINT, linewidth=1, zorder=0)
-    for block, (x, y) in enumerate(zip(model.chunk(blocks, 1), subcomponents.chunk(blocks, 1), strict=True)):
-        slope = np.polyfit(x.flatten().double().numpy(), y.flatten().double().numpy(), 1)[0]
-        label = f"block {block}, slope {slope:.3f}" if blocks > 1 else None
+    for label, x, y in zip(blocks, model.chunk(len(blocks), 1), subcomponents.chunk(len(blocks), 1), strict=True):
         axes.plot(
             x.flatten().numpy(),
             y.flatten().numpy(),
@@ -301,7 +304,7 @@ def contribution_scatter(
             rasterized=True,
         )
     axes.text(0.03, 0.97, note, transform=axes.transAxes, fontsize=8, va="top", color=INK)
-    if blocks > 1:
+    if len(blocks) > 1:
         axes.legend(fontsize=7, frameon=False, loc="lower right", markerscale=2)
     low = min(float(model.min()), float(subcomponents.min())) - 0.05 * reach
     axes.set(xlim=(low, reach), ylim=(low, reach), aspect="equal")

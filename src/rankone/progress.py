@@ -23,6 +23,7 @@ from rankone.metrics import wilson
 from rankone.trackers import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
+GETTING_READY = "Getting ready. Kernels are compiled once after installation, which takes about 20 seconds."
 MOST_LINES = 15
 """With more runs than this, only those that are running get a line."""
 VERDICTS = {True: "[green]recovered[/]", False: "[red]not recovered[/]", None: "done"}
@@ -40,12 +41,14 @@ class RunDisplay:
             console=console,
             expand=True,
         )
-        self._task = self._bar.add_task("", total=steps, line="")
+        self._task = self._bar.add_task("", total=steps, line=GETTING_READY)
         self._spoke = -SECONDS_BETWEEN_LINES
 
     def __enter__(self) -> "RunDisplay":
         if self._console.is_terminal:
             self._bar.start()
+        else:
+            print(GETTING_READY, flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,19 +67,20 @@ class RunDisplay:
         }
         numbers = "L0 " + "/".join(f"{value:.2f}" for value in l0.values()) + "  "
         numbers += " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
-        minutes, seconds = divmod(int(progress.seconds_left), 60)
-        pace = f"{progress.ms_per_step:.1f} ms/step, {minutes}:{seconds:02d} left"
         if self._console.is_terminal:
-            line = f"{progress.step}/{progress.steps}  {pace}  {numbers}"
+            line = f"{progress.step}/{progress.steps}  {pace(progress)}  {numbers}"
             self._bar.update(self._task, completed=progress.step, line=line)
         elif time.monotonic() - self._spoke >= SECONDS_BETWEEN_LINES or progress.step == progress.steps:
             self._spoke = time.monotonic()
-            print(f"step {progress.step}/{progress.steps}  {pace}  {numbers}", flush=True)
+            print(f"step {progress.step}/{progress.steps}  {pace(progress)}  {numbers}", flush=True)
 
 
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+def pace(progress: Progress) -> str:
+    """How fast it goes and how long it will take. The first step says nothing about that: it may have waited for kernels to be compiled."""
+    if progress.step == 1:
+        return "the first step is done"
+    minutes, seconds = divmod(int(progress.seconds_left), 60)
+    return f"{progress.ms_per_step:.1f} ms/step, {minutes}:{seconds:02d} left"
 
 
 class ParallelDisplay:
@@ -114,8 +118,7 @@ class ParallelDisplay:
         if one.state == "done" and one.summary is not None:
             return {True: "recovered", False: "not recovered", None: "done"}[one.summary["recovered"]]
         if one.state == "running" and one.progress is not None:
-            p = one.progress
-            return f"step {p.step}/{p.steps}, {p.ms_per_step:.1f} ms/step, {clock(p.seconds_left)} left"
+            return f"step {one.progress.step}/{one.progress.steps}, {pace(one.progress)}"
         return f"{one.state}: {one.message}" if one.message else one.state
 
     def _table(self, runs: Sequence[ParallelRun]) -> Table:

@@ -19,7 +19,7 @@ from rankone.experiments.parallel import ParallelRun
 from rankone.experiments.run import Summary, read_config
 from rankone.experiments.stored import SIDE_BY_SIDE, Stored, changes, groups, keep
 from rankone.metrics import wilson
-from rankone.targets.resid_mlp import ResidualTarget, match_in_words
+from rankone.targets.resid_mlp import ResidualTarget, blocks_in_words, match_in_words
 
 TMS = ("tms_5-2", "tms_5-2-id", "tms_40-10", "tms_40-10-id")
 RESIDUAL = ("resid_mlp1", "resid_mlp2", "resid_mlp3")
@@ -238,7 +238,7 @@ def draw_contributions(run: Stored) -> Drawn:
     target, (model, parts) = run.config.target, run.contributions
     assert isinstance(target, ResidualTarget)
     note = match_in_words(run.summary["details"]["neuron_contributions"])
-    scatter = plot.contribution_scatter(model, parts, target.n_blocks, note)
+    scatter = plot.contribution_scatter(model, parts, blocks_in_words(model, parts, target.n_blocks), note)
     return {
         f"{run.config.experiment}-contributions": plot.contribution_bars(model, parts, target.n_blocks),
         f"{run.config.experiment}-scatter": scatter,

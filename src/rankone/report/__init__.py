@@ -18,7 +18,7 @@ from rankone.decomposition import Decomposition
 from rankone.evaluate import Evaluation
 from rankone.metrics import CERTAIN, IMPORTANT
 from rankone.targets import TargetSettings
-from rankone.targets.resid_mlp import ResidualTarget, match_in_words
+from rankone.targets.resid_mlp import ResidualTarget, blocks_in_words, match_in_words
 
 if TYPE_CHECKING:
     from rankone.experiments import ExperimentConfig
@@ -134,7 +134,8 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
         pictures.append(_picture("contributions", "Neuron contributions", caption, figure))
         caption = "The same of all features and neurons; a perfect match is the diagonal."
         note = match_in_words(found.to_dict())
-        figure = plot.contribution_scatter(found.model, found.subcomponents, target.n_blocks, note)
+        legend = blocks_in_words(found.model, found.subcomponents, target.n_blocks)
+        figure = plot.contribution_scatter(found.model, found.subcomponents, legend, note)
         pictures.append(_picture("scatter", "All neuron contributions", caption, figure))
     caption = "Left: the terms of the loss on a logarithmic scale. Right: how many subcomponents are important on an average datapoint."
     pictures.append(_picture("losses", "Training", caption, plot.loss_curves(result.history)))

@@ -195,6 +195,12 @@ def match_in_words(found: Mapping[str, Any]) -> str:
     return f"correlation {found['correlation']:.4f}\nslope {found['slope']:.3f}\nlargest deviation {found['largest_deviation']:.3f}"
 
 
+def blocks_in_words(model: Tensor, parts: Tensor, blocks: int) -> list[str]:
+    """What a figure's legend says of the neurons of each block."""
+    pairs = zip(model.chunk(blocks, 1), parts.chunk(blocks, 1), strict=True)
+    return [f"block {i}, slope {_match(x, y)['slope']:.3f}" for i, (x, y) in enumerate(pairs)]
+
+
 @torch.no_grad()
 def neuron_contributions(model: ResidualMLP, factors: Mapping[str, Factors]) -> Contributions:
     """The paper's two equations of neuron contributions, for all features.
