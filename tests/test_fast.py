@@ -47,8 +47,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("d_gate", [1, 16, 128])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
-@pytest.mark.parametrize("p", [0.9, 1.0, 1.5, 2.0])
-def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p):
+@pytest.mark.parametrize(
+    ("p", "saturation"),
+    [(0.9, 0.0), (1.0, 0.0), (1.5, 0.0), (2.0, 0.0), (0.9, 4.0), (1.0, 9.0), (1.5, 2.0), (2.0, 9.0)],
+)
+def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p, saturation):
     """Values, and gradients to inner activations and to every parameter of the gates, in double precision beside."""
     torch.manual_seed(0)
     quick = gate(7, d_gate, scale)
@@ -58,11 +61,12 @@ def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p):
     shares = torch.rand(300)
     shares /= shares.sum()
     eps = 1e-3 if p < 1 else 0.0
-    made, paid = gated(quick, h, fast.Penalty(p, eps), shares)
+    made, paid = gated(quick, h, fast.Penalty(p, eps, saturation), shares)
     raw = exact(H)
     g = lower_leaky(raw)
     mask = g + (1 - g) * uniform(KEY, raw)
-    penalty = (upper_leaky(raw) + eps).pow(p).sum(-1) @ shares.double()
+    q = (upper_leaky(raw) + eps).pow(p)
+    penalty = ((1 + saturation) * q / (1 + saturation * q)).sum(-1) @ shares.double()
     literal = (raw, mask, mask * H, penalty)
     for ours, theirs in zip((*made, paid), literal, strict=True):
         assert relative(ours, theirs) < 1e-4

@@ -12,7 +12,9 @@ import rankone
 from conftest import small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
 from rankone.checkpoint import load_sealed
+from rankone.data import batches
 from rankone.decomposition import build
+from rankone.importance import upper_leaky
 from rankone.losses import faithfulness
 from rankone.train import Interrupted, Training, checkpoints
 
@@ -274,6 +276,25 @@ def test_the_total_has_the_coefficient_of_its_step():
     assert found == pytest.approx([5.0, 4.0, 3.0, 2.0])
 
 
+@pytest.mark.parametrize("engine", ["exact", "fast"])
+def test_a_saturated_penalty_is_the_formula(engine):
+    """The change it makes to the logged penalty of the first step, and that it arrives only with `anneal`."""
+    data, paid = uniform(rows=100), {}
+    for saturation in (0.0, 9.0):
+        loss = {"p": 1.0, "saturation": saturation, "anneal": 1e-9}
+        config = DecompositionConfig(
+            steps=2, log_every=1, engine=engine, optimizer={"lr": 1e-12}, losses={"importance_minimality": loss}
+        )
+        result = rankone.decompose(small_mlp(), data, LAYERS, config)
+        paid[saturation] = [record["loss"]["importance_minimality"] for record in result.history]
+    batch = next(batches(data, config.seed, start=1))
+    model = result.model
+    g = [upper_leaky(raw).detach() for raw in model.raw_importances(model.inner(model.clean(batch))).values()]
+    assert paid[0.0][0] == paid[9.0][0]
+    assert paid[0.0][1] == pytest.approx(float(sum(x.sum(-1).mean() for x in g)), rel=1e-4)
+    assert paid[9.0][1] == pytest.approx(float(sum((10 * x / (1 + 9 * x)).sum(-1).mean() for x in g)), rel=1e-4)
+
+
 def test_exponent_and_coefficient_move_from_their_starts():
     from rankone.losses import ImportanceMinimality
 
@@ -281,7 +302,9 @@ def test_exponent_and_coefficient_move_from_their_starts():
     assert [moving.exponent(t) for t in (0.0, 0.25, 0.5, 1.0)] == [2.0, 1.5, 1.0, 1.0]
     late = ImportanceMinimality(p=1.0, p_start=2.0, hold=0.5, anneal=0.25)
     assert [late.exponent(t) for t in (0.0, 0.5, 0.625, 0.75, 1.0)] == [2.0, 2.0, 1.5, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"hold \+ anneal is 1.2, so exponent and coefficient would never arrive"):
+    with pytest.raises(
+        ValueError, match=r"hold \+ anneal is 1.2, so exponent, coefficient and saturation would never arrive"
+    ):
         ImportanceMinimality(p_start=2.0, hold=0.7, anneal=0.5)
     assert ImportanceMinimality(p=0.9).exponent(0.0) == 0.9
     assert ImportanceMinimality(coefficient=2.0).coefficient_at(0.0) == 2.0
@@ -289,6 +312,11 @@ def test_exponent_and_coefficient_move_from_their_starts():
         ImportanceMinimality(coefficient=0.0, coefficient_start=5.0)
     both = ImportanceMinimality(coefficient=1.0, coefficient_start=5.0, p=1.0, p_start=2.0, hold=0.5, anneal=0.25)
     assert [both.coefficient_at(t) for t in (0.0, 0.5, 0.625, 0.75, 1.0)] == [5.0, 5.0, 3.0, 1.0, 1.0]
+    assert both.settled == 0.75
+    flat = ImportanceMinimality(saturation=9.0, hold=0.5, anneal=0.25)
+    assert [flat.penalty(t).saturation for t in (0.0, 0.5, 0.625, 0.75, 1.0)] == [0.0, 0.0, 4.5, 9.0, 9.0]
+    assert flat.settled == 0.75
+    assert ImportanceMinimality().settled == 0.0
     recorded = {}
     for start in (None, 4.0):
         config = DecompositionConfig(

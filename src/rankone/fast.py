@@ -79,10 +79,11 @@ class Gated(NamedTuple):
 
 
 class Penalty(NamedTuple):
-    """The exponent of the minimality loss, and what is added to importances under it."""
+    """The shape of the minimality loss: (1 + saturation) q / (1 + saturation q) of each importance g, where q = (g + eps)^p."""
 
     p: float
-    eps: float
+    eps: float = 0.0
+    saturation: float = 0.0
 
 
 class Gate(NamedTuple):
@@ -98,7 +99,7 @@ def gated(
 ) -> tuple[dict[str, Gated], Float[Tensor, ""] | None]:
     """What interpolated gates say, for those layers to which that applies; and the penalty of those layers together.
 
-    The penalty is the mean over datapoints of the sum over subcomponents of (upper_leaky(raw) + eps)^p; None if none is asked for, or of no layer.
+    The penalty is the mean over datapoints of the sum over subcomponents of what `Penalty` says of upper_leaky(raw); None if none is asked for, or of no layer.
     `shares` says how much each row counts in it; they sum to 1.
     """
     chosen = {name: gate for name, gate in gates.items() if _applies(gate, shares)}
@@ -111,7 +112,7 @@ def gated(
         given += [flat, importance.w_in, importance.b_in, importance.w_out, importance.b_out]
     keys = [gate.key for gate in chosen.values()]
     # One function for all layers: in a small network, calling it costs as much as what it computes.
-    total, *made = _GatesAndMasks.apply(keys, penalty or Penalty(0.0, 0.0), shares, *given)
+    total, *made = _GatesAndMasks.apply(keys, penalty or Penalty(0.0), shares, *given)
     said: dict[str, Gated] = {}
     for i, (name, (_, h, _)) in enumerate(chosen.items()):
         wide = made[3 * i : 3 * i + 3]
@@ -153,7 +154,7 @@ class _GatesAndMasks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keys: list[int], penalty: Penalty, shares: Tensor | None, *given: Tensor) -> Any:
         share = None if shares is None else shares.float().contiguous().numpy()
-        p, eps = np.float32(penalty.p), np.float32(penalty.eps)
+        shape = tuple(np.float32(number) for number in penalty)
         ctx.known = []
         made: list[Tensor] = []
         total = 0.0
@@ -166,7 +167,7 @@ class _GatesAndMasks(torch.autograd.Function):
             gate = [w.detach().numpy() for w in parameters]
             kept = np.empty((C, rows), np.float32), *np.empty((2, C), np.float32), np.empty(C, np.int32)
             counts = np.full(rows, 1 / rows, np.float32) if share is None else share
-            chosen = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), counts, p, eps
+            chosen = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), counts, *shape
             columns = _columns(h)
             penalties = np.empty(C, np.float32)
             compiled.gate_forward(columns, *gate, *chosen, raw, mask, carried, penalties, *kept)

@@ -116,14 +116,24 @@ def _squashed_slope(x: Any) -> Any:
     return f4(0.0) if x <= f4(0.0) else (f4(1.0) if x <= f4(1.0) else LEAK)
 
 
+@_inline
+def _power(x: Any, p: Any) -> Any:
+    """x^p; without a call for the exponents at which training begins and ends."""
+    if p == f4(1.0):
+        return x
+    if p == f4(0.0):
+        return f4(1.0)
+    return x * x if p == f4(2.0) else x**p
+
+
 @_kernel
 def gate_forward(
     h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any,
-    raw: Any, mask: Any, carried: Any, penalty: Any, slopes: Any, low: Any, width: Any, nodes: Any,
+    saturation: Any, raw: Any, mask: Any, carried: Any, penalty: Any, slopes: Any, low: Any, width: Any, nodes: Any,
 ) -> None:  # fmt: skip
     """Raw importances, stochastic masks and masked inner activations, all `[C, rows]`, from inner activations h.
 
-    `penalty[c]` becomes the sum over rows of shares * (upper_leaky(raw) + eps)^p. Also fills in what the way back needs:
+    `penalty[c]` becomes the sum over rows of shares times the penalty of upper_leaky(raw) (see fast.Penalty). Also fills in what the way back needs:
     the slope of the gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart they are (`width`) and
     how many there are (`nodes`; 0 where none are used, and then there are no slopes either).
     """
@@ -189,7 +199,11 @@ def gate_forward(
             mask[c, r] = m
             carried[c, r] = m * h[c, r]
         total = f4(0.0)
-        if p == f4(1.0):
+        if saturation > f4(0.0):
+            for r in range(rows):
+                q = _power(_squashed(raw[c, r]) + eps, p)
+                total += shares[r] * (f4(1.0) + saturation) * q / (f4(1.0) + saturation * q)
+        elif p == f4(1.0):
             for r in range(rows):
                 total += shares[r] * _squashed(raw[c, r])
         elif p == f4(2.0):
@@ -204,8 +218,8 @@ def gate_forward(
 
 @_kernel
 def gate_backward(
-    h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any, raw: Any, mask: Any,
-    slopes: Any, low: Any, width: Any, nodes: Any,
+    h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any,
+    saturation: Any, raw: Any, mask: Any, slopes: Any, low: Any, width: Any, nodes: Any,
     has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_carried: bool, to_carried: Any, to_penalty: Any,
     to_h: Any, to_w_in: Any, to_b_in: Any, to_w_out: Any, to_b_out: Any,
 ) -> None:  # fmt: skip
@@ -226,7 +240,13 @@ def gate_backward(
             for r in range(rows):
                 to_gate[r] += to_raw[c, r]
         if to_penalty != f4(0.0):
-            if p == f4(1.0):
+            if saturation > f4(0.0):
+                for r in range(rows):
+                    x = _squashed(raw[c, r]) + eps
+                    flattened = f4(1.0) + saturation * _power(x, p)
+                    rise = p * _power(x, p - f4(1.0)) * (f4(1.0) + saturation) / (flattened * flattened)
+                    to_gate[r] += to_penalty * shares[r] * _squashed_slope(raw[c, r]) * rise
+            elif p == f4(1.0):
                 for r in range(rows):
                     to_gate[r] += to_penalty * shares[r] * _squashed_slope(raw[c, r])
             elif p == f4(2.0):

@@ -198,10 +198,11 @@ class StepContext:
 
 def _penalty_of(raw: Float[Tensor, "*lead C"], penalty: Penalty) -> Float[Tensor, "*lead"]:
     """The penalty per datapoint, from raw importances."""
-    g = upper_leaky(raw)
-    if penalty.p == 1:
-        return g.sum(-1)
-    return (g.square() if penalty.p == 2 else (g + penalty.eps).pow(penalty.p)).sum(-1)
+    p, eps, saturation = penalty
+    q = upper_leaky(raw)
+    if p != 1:
+        q = q.square() if p == 2 else (q + eps).pow(p)
+    return (q if saturation == 0 else (1 + saturation) * q / (1 + saturation * q)).sum(-1)
 
 
 def mask_key(seed: int, step: int, layer: str, sample: int) -> int:
@@ -350,9 +351,11 @@ class ImportanceMinimality(Loss):
     p_start: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Exponent at the start of training, from which it moves linearly to p; null to use p throughout."""
     hold: float = Field(default=0.0, ge=0, lt=1)
-    """The share of training for which exponent and coefficient stay as they start."""
+    """The share of training for which exponent, coefficient and saturation stay as they start."""
     anneal: float = Field(default=0.5, gt=0, le=1)
-    """The share of training, after that, over which they move to p and `coefficient`."""
+    """The share of training, after that, over which they move to where they end."""
+    saturation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How flat the penalty becomes near 1, to which it moves from 0 along with the exponent: importances near 1 are pressed 1 + saturation times less, those near 0 as many times more."""
     eps: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     """Added to the importances when p < 1, where the slope at 0 would be infinite."""
 
@@ -366,7 +369,7 @@ class ImportanceMinimality(Loss):
             )
         if self.hold + self.anneal > 1:
             raise ValueError(
-                f"hold + anneal is {self.hold + self.anneal:g}, so exponent and coefficient would never arrive; they may be 1 together"
+                f"hold + anneal is {self.hold + self.anneal:g}, so exponent, coefficient and saturation would never arrive; they may be 1 together"
             )
         return self
 
@@ -375,7 +378,7 @@ class ImportanceMinimality(Loss):
 
     def penalty(self, progress: float) -> Penalty:
         p = self.exponent(progress)
-        return Penalty(p, self.eps if p < 1 else 0.0)
+        return Penalty(p, self.eps if p < 1 else 0.0, self._moving(0.0, self.saturation, progress))
 
     def coefficient_at(self, progress: float) -> float:
         return self._moving(self.coefficient_start, self.coefficient, progress)
@@ -386,7 +389,7 @@ class ImportanceMinimality(Loss):
 
     @property
     def settled(self) -> float:
-        moves = self.p_start is not None or self.coefficient_start is not None
+        moves = self.p_start is not None or self.coefficient_start is not None or self.saturation > 0
         return self.hold + self.anneal if moves else 0.0
 
     def _moving(self, start: float | None, end: float, progress: float) -> float:
