@@ -147,7 +147,7 @@ def test_interrupted_and_finished_runs(rankone, tmp_path):
     rankone("run", "tms_5-2", *SMALL, "--out", "a")
     code, _, err = rankone("run", "tms_5-2", *SMALL, "--out", "a")
     assert code == 1
-    assert "a already holds a run, which is complete. Add --resume" in err
+    assert "a already holds a run, which is complete. Add --resume to keep it" in err
     code, out, _ = rankone("run", "a", "--resume")
     assert code == 0
     assert "a is already complete" in out

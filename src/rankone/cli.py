@@ -248,7 +248,9 @@ def reproduce(
     for table in made.tables:
         print_table(console, table)
     if made.figures:
-        console.print(f"\n{len(made.figures)} figures in {out / 'figures'}", soft_wrap=True)
+        console.print(
+            f"\n{len(made.figures)} figure{'s' * (len(made.figures) > 1)} in {out / 'figures'}", soft_wrap=True
+        )
     if made.undrawn:
         lacking = ", ".join(dict.fromkeys(run for runs in made.undrawn.values() for run in runs))
         console.print(f"Not drawn: {', '.join(made.undrawn)}. These runs are missing: {lacking}", soft_wrap=True)

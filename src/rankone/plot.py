@@ -324,13 +324,17 @@ def alive_by_capacity(found: Mapping[str, Mapping[str, Sequence[tuple[int, int, 
             xs, ys = [C for C, _, _ in points], [alive for _, alive, _ in points]
             axes.plot(xs, ys, "o-", color=f"C{j}", markersize=5, linewidth=1.2, label=name, zorder=3 - j)
             axes.axhline(points[0][2], color=f"C{j}", linewidth=0.8, linestyle=":", zorder=0)
+            for C, alive, _ in points:
+                axes.annotate(
+                    str(alive), (C, alive), (0, 6), textcoords="offset points", ha="center", fontsize=7, color=f"C{j}"
+                )
         sizes = [C for C, _, _ in next(iter(layers.values()))]
         axes.plot(sizes, sizes, color=FAINT, linewidth=1, linestyle="--", label="as many as are offered")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set(xticks=sizes, xticklabels=[str(C) for C in sizes])
         axes.minorticks_off()
-        axes.set_yticks(ticks := sorted({y for points in layers.values() for _, y, _ in points} | {sizes[-1]}))
+        axes.set_yticks(ticks := sorted({y for points in layers.values() for *_, y in points} | {sizes[-1]}))
         axes.set_yticklabels([str(y) for y in ticks])
         axes.set_title(experiment, fontsize=9, color=INK)
         axes.set_xlabel("C, subcomponents offered per matrix", fontsize=8)

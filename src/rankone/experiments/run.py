@@ -158,9 +158,10 @@ def refuse_existing(out: Path) -> None:
     """Raise if a directory holds a run that has come anywhere."""
     if not checkpoints(out) and not (out / "summary.json").exists():
         return
-    state = "is complete" if (out / "summary.json").exists() else f"has reached {checkpoints(out)[-1].stem}"
+    complete = (out / "summary.json").exists()
+    state = "is complete" if complete else f"has reached {checkpoints(out)[-1].stem}"
     raise CheckpointError(
-        f"{out} already holds a run, which {state}. Add --resume to finish it, or choose another directory with --out."
+        f"{out} already holds a run, which {state}. Add --resume to {'keep' if complete else 'finish'} it, or choose another directory with --out."
     )
 
 
