@@ -171,6 +171,13 @@ def test_interrupted_and_finished_runs(rankone, tmp_path):
         (["run", "tms_5-2", "optimizer.lrr=3"], "There is no setting 'optimizer.lrr'. Did you mean 'optimizer.lr'"),
         (["run", "tms_5-2", "optimizer.lr"], "has no value; write key=value"),
         (["run", "tms_5-2", "--optimizer.lr"], "has no value"),
+        (["run", "tms_5-2", "optimizer=3"], "optimizer: Input should be a valid dictionary"),
+        (
+            ["run", "tms_5-2", "optimizer=3", "optimizer.lr=1"],
+            "optimizer.lr cannot be set, because optimizer has been set to",
+        ),
+        (["run", "tms_5-2", "losses={foo: {}}"], "Unknown loss 'foo'. There are: 'faithfulness'"),
+        (["run", "tms_5-2", "losses.importance_minimality=null"], "importance_minimality: Input should be a valid"),
         (["run", "tms_5-2", "optimizer.lr=fast"], "optimizer.lr: Input should be a valid number"),
         (["run", "tms_5-2", "--steps", "0"], "steps: Input should be greater than or equal to 1"),
         (
@@ -234,6 +241,9 @@ def test_what_an_override_undoes_is_no_longer_called_a_difference(rankone, tmp_p
     assert "steps" not in {d["setting"] for d in yaml.safe_load(shown)["differs_from_paper"]}
     (tmp_path / "x.yaml").write_text(shown)
     assert yaml.safe_load(rankone("config", "show", "x.yaml")[1])["preset"] == "default"
+    without = yaml.safe_load(rankone("config", "show", "tms_5-2-id", "losses={faithfulness: {}}")[1])
+    assert set(without["losses"]) == {"faithfulness"}
+    assert not any("minimality" in d["setting"] for d in without["differs_from_paper"])
 
 
 def test_a_narrow_terminal_shows_what_matters(monkeypatch):

@@ -48,6 +48,10 @@ def test_yaml_numbers_and_duplicate_keys():
             {"losses": {"importance_minimality": {"p": 0.5, "eps": 0}}},
             r"slope of the penalty at 0 is infinite unless eps",
         ),
+        (
+            {"losses": {"importance_minimality": {"p": 1.0, "p_start": 0.5, "eps": 0}}},
+            r"slope of the penalty at 0 is infinite unless eps",
+        ),
         ({"importance": {"kind": "linear", "options": {"d_gate": 3}}}, r"set importance.options=\{\} as well"),
         ({"losses": {"faithfulness": {"coefficient": 0}}}, r"nothing to train"),
         ({"losses": 3}, r"expected a mapping of loss names"),

@@ -13,6 +13,7 @@ from torch import nn
 import rankone
 from conftest import rankone_main, small_mlp, uniform
 from rankone import RankoneError
+from rankone.data import WeightedBatch
 from rankone.diagnose import _falling, _findings, diagnose, insert_identity
 from rankone.experiments import experiment_config
 from rankone.experiments.run import open_as_it_is, run
@@ -97,10 +98,12 @@ HIGH, LOW = "importance coefficient too high", "importance coefficient too low"
         ("resid_mlp1-default-seed0-beta3-0.001", {HIGH, "unfaithful", "masked model too far from the target"}),
         ("resid_mlp2-default-seed0", {"unfaithful"}),
         ("tms_40-10-default-seed1", set()),
+        ("tms_40-10-id-default-seed1", set()),
+        ("tms_40-10-id-default-seed0-C-4x", set()),
     ],
 )
 def test_large_runs_are_judged_rightly(name, expected):
-    """The numbers of full runs of `rankone reproduce`, which take too long for a test, as `diagnose` measured them."""
+    """The numbers of full runs of `rankone reproduce`, which take too long for a test, as measure_diagnosed.py found them."""
     numbers = json.loads((Path(__file__).parent / "diagnosed.json").read_text())[name]
     found = {finding.name: finding for finding in _findings(numbers)}
     assert set(found) == expected
@@ -126,7 +129,7 @@ def test_an_unfinished_run_is_said_to_be_one(tmp_path, capsys):
     rankone_main(["diagnose", str(tmp_path)])
     said = " ".join(capsys.readouterr().out.split())
     assert "unfinished: training has reached step 200 of 400" in said
-    assert f"Do: finish the run: rankone run {tmp_path} --resume" in said
+    assert "Do: finish the run, with --resume" in said
     assert "unconverged: late in training the loss fell by" in said
 
 
@@ -222,6 +225,50 @@ def test_an_identity_that_comes_back_whole():
         "missing": 0.0,
     }
     assert "known mechanism not recovered" not in {finding.name for finding in found.findings}
+
+
+def test_a_subcomponent_that_is_almost_never_used_does_not_make_an_identity_two_mechanisms():
+    changed = insert_identity(small_mlp(), "0")
+    result = rankone.decompose(changed, uniform(rows=200), {"0.identity": 12}, {"steps": 1, "optimizer": {"lr": 1e-12}})
+    layer = result.model.layer("0.identity")
+    with torch.no_grad():
+        layer.subcomponents.U.zero_()
+        layer.subcomponents.U[:, :6] = torch.eye(6)
+        layer.subcomponents.V[:6] = torch.eye(6)
+        layer.subcomponents.V[6] = torch.eye(6)[0]
+        for p in layer.importance.parameters():
+            p.zero_()
+        layer.importance.b_out[:6] = 1
+        x = torch.cat([torch.rand(600, 4) for _ in range(2)])
+        reading = result.model.inner(result.model.clean(x))["0.identity"][:, 6]
+        # One neuron that is on for the largest inputs only: for one datapoint of 1,200, then for every tenth.
+        layer.importance.w_in[6, 0] = 1e4
+        layer.importance.w_out[6, 0] = 1.0
+        for rank, alive in ((1, 6), (120, 7)):
+            layer.importance.b_in[6, 0] = -1e4 * reading.sort(descending=True).values[rank : rank + 2].mean()
+            assert diagnose(result, [x], n_batches=1).numbers["identities"]["0.identity"]["alive"] == alive
+
+
+def test_rows_count_with_their_weights():
+    """Weights of 3 are as good as three copies of a row."""
+    result = rankone.decompose(small_mlp(), uniform(rows=200), {"*": 12}, {"steps": 1})
+    torch.manual_seed(0)
+    with torch.no_grad():
+        x = torch.rand(200, 4)
+        for name, h in result.model.inner(result.model.clean(x)).items():
+            gates = result.model.layer(name).importance
+            for p in gates.parameters():
+                p.zero_()
+            # One neuron, which makes one subcomponent certain on half of the datapoints.
+            gates.w_in[0, 0], gates.w_out[0, 0], gates.b_in[0, 0] = 1e4, 1.0, -1e4 * h[:, 0].median()
+    weights = torch.where(torch.arange(200) < 50, 3.0, 1.0)
+    copies = diagnose(result, [torch.cat([x, x[:50], x[:50]])], n_batches=1).numbers
+    weighted = diagnose(result, [WeightedBatch(x, weights)], n_batches=1).numbers
+    plain = diagnose(result, [x], n_batches=1).numbers
+    near_1 = "inputs_with_an_importance_near_1"
+    assert weighted[near_1] == pytest.approx(copies[near_1], rel=1e-5)
+    assert weighted[near_1] != pytest.approx(plain[near_1], rel=1e-3)
+    assert weighted["cut_in_two"] == copies["cut_in_two"]
 
 
 @pytest.mark.parametrize(

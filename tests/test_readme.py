@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT
 from rankone import cli
-from rankone.experiments import experiment_file, experiment_names
+from rankone.experiments import PRESETS, experiment_file, experiment_names
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
@@ -109,6 +109,11 @@ def test_documented_numbers_are_those_in_results():
     recovery = kept.split("## Recovery")[1].split("## ")[0]
     for row in recovery.splitlines():
         assert not row.startswith("|") or row in README.splitlines(), row
+    # And the other way round: no row of an experiment that results/ do not have.
+    for row in (*documented, *README.splitlines()):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if row.startswith("|") and cells[0] in experiment_names() and cells[1] in PRESETS:
+            assert row in kept.splitlines(), row
     for link in re.findall(r"\]\(([^)]+)\)", "\n".join(documented)):
         assert link.startswith("https://") or (ROOT / "docs" / link).exists(), link
 

@@ -34,6 +34,9 @@ def test_every_experiment_of_the_paper_is_planned_with_enough_seeds():
         "resid_mlp3": 1,
     }
     assert seeds == asked
+    of_the_paper = wanted_for("all", None, "paper", None)
+    seeds = {name: sum(r.experiment == name for r in of_the_paper) for name in EXPERIMENTS}
+    assert seeds == {name: 3 if name in ("tms_5-2", "tms_5-2-id", "resid_mlp1") else 1 for name in EXPERIMENTS}
     assert len(wanted_for("table1", None, "default", 2)) == 8
     for figure in FIGURES.values():
         assert set(figure.runs("default")) <= set(planned)
@@ -214,7 +217,8 @@ def test_what_the_tables_say(tmp_path):
     match = {"correlation": 0.99987, "slope": 1.0123, "largest_deviation": 0.0061, "largest_contribution": 0.5}
     other = match | {"slope": 1.0323}
     kept_by_hand(tmp_path, Wanted("tms_5-2", seed=0), mmcs=1.0, ml2r=0.99)
-    kept_by_hand(tmp_path, Wanted("tms_5-2", seed=1), mmcs=0.9, ml2r=1.01, errors=7, wall_seconds=150.0)
+    more = {"embed": 7, "unembed": 5}
+    kept_by_hand(tmp_path, Wanted("tms_5-2", seed=1), mmcs=0.9, ml2r=1.01, errors=7, alive=more, wall_seconds=150.0)
     kept_by_hand(tmp_path, Wanted("tms_5-2", "paper"), mmcs=1.0, ml2r=1.0, reconstruction={"ones": 0.1, "zero": 0.5})
     kept_by_hand(tmp_path, Wanted("resid_mlp1", seed=0), details={"neuron_contributions": match})
     kept_by_hand(tmp_path, Wanted("resid_mlp1", seed=1), details={"neuron_contributions": other})
@@ -238,14 +242,22 @@ def test_what_the_tables_say(tmp_path):
         ("tms_5-2-id", "default", "20", "embed 5, hidden.0 2, unembed 5", "5, 2, 5", "yes"),
         ("tms_5-2-id", "default", "40", "embed 6, hidden.0 2, unembed 5", "5, 2, 5", "no"),
     ]
+    assert rows["Subcomponents"][0] == ("tms_5-2", "default", "2", "embed 5 to 7, unembed 5", "5, 5")
     # The varied run counts as no seed of the experiment, and what cannot be drawn is named with what it lacks.
     assert [row[:4] for row in rows["Recovery"] if row[0] == "tms_5-2-id"] == [
         ("tms_5-2-id", "default", "10,000", "1 of 1 (21% to 100%)")
     ]
     assert made.undrawn["splitting"][0] == "tms_5-2-id-default-seed0-C-4x"
     assert made.undrawn["tms_5-2-paper"] == ["tms_5-2-paper-seed0"]
-    only = make("recovery", None, ["paper"], stored.stored_runs(tmp_path), tmp_path / "out")
-    assert [row[:2] for row in only.tables[0].rows] == [("tms_5-2", "paper")]
+    # With the paper's settings, other coefficients and other C are looked for only if they are asked for.
+    kept_by_hand(tmp_path, Wanted("tms_5-2-id", "paper"), mmcs=1.0, ml2r=1.0)
+    runs = stored.stored_runs(tmp_path)
+    for presets, missed in ((PRESETS, {"splitting"}), (["paper"], {"splitting-paper"})):
+        split = make("splitting", None, presets, runs, tmp_path / "out")
+        assert set(split.undrawn) == missed
+        assert "paper" not in {row[1] for table in split.tables for row in table.rows}
+    only = make("recovery", None, ["paper"], runs, tmp_path / "out")
+    assert [row[:2] for row in only.tables[0].rows] == [("tms_5-2", "paper"), ("tms_5-2-id", "paper")]
 
 
 def test_folders_that_are_no_runs_of_the_paper_are_left_out(tmp_path, capsys):
@@ -274,8 +286,9 @@ def test_copies_and_damaged_folders_are_left_out(tmp_path, capsys):
     first = tmp_path / "tms_5-2-default-seed0"
     shutil.copytree(first, tmp_path / "copy")
     shutil.copytree(first, tmp_path / "tms_5-2-default-seed2")
-    twice = reproduce.splitting_runs("default")[1].name
-    shutil.copytree(first, tmp_path / twice)
+    usual, twice, _ = (run.name for run in reproduce.splitting_runs("default")[:3])
+    for name in (usual, twice):  # names that are known for what is special about their runs
+        shutil.copytree(first, tmp_path / name)
     for name, summary in {"null": "null", "cut": '{"experiment": "tms', "list": "[1]"}.items():
         shutil.copytree(first, tmp_path / name)
         (tmp_path / name / "summary.json").write_text(summary)
@@ -283,7 +296,7 @@ def test_copies_and_damaged_folders_are_left_out(tmp_path, capsys):
     rankone_main(["reproduce", "recovery", "--from", str(tmp_path), "--out", str(tmp_path / "out")])
     said = " ".join(capsys.readouterr().out.split())
     assert "2 of 2 (34% to 100%)" in said
-    for name in ("copy", "tms_5-2-default-seed2", twice):
+    for name in ("copy", "tms_5-2-default-seed2", usual, twice):
         assert f"Left out: {name} (its name is not that of the run it holds)" in said
     assert "Left out: null (its summary.json is not that of a run)" in said
     assert "Left out: list (its summary.json is not that of a run)" in said
@@ -292,6 +305,17 @@ def test_copies_and_damaged_folders_are_left_out(tmp_path, capsys):
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "recovery", "--from", str(tmp_path), "--preset", "paper"])
     assert "keeps no run of the preset paper that this could be made of" in capsys.readouterr().err
+
+
+def test_a_damaged_config_is_made_again(short, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rankone_main(["reproduce", "figure", "importances-tms_5-2"])
+    config = tmp_path / "reproduction/tms_5-2-default-seed0/config.yaml"
+    good = config.read_text()
+    config.write_text("")
+    rankone_main(["reproduce", "figure", "importances-tms_5-2"])
+    assert config.read_text() == good
+    assert "1 runs are needed, 0 are there." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"PK cut", "of another program"])

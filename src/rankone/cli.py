@@ -217,7 +217,7 @@ def reproduce(
     Parameters
     ----------
     what
-        `table1` (MMCS and ML2R), `recovery` (which seeds are recovered, all experiments), `contributions` (of neurons), `splitting` (of features),
+        `table1` (MMCS and ML2R), `recovery` (which seeds are recovered, all experiments), `subcomponents` (how many are alive), `contributions` (of neurons), `splitting` (of features),
         `figure` with the name of one, or `all`.
     name
         The figure: an experiment of superposition, importances-EXPERIMENT, contributions-EXPERIMENT, beta3 or splitting.
@@ -274,8 +274,8 @@ def _make_runs(wanted: list[Wanted], out: Path, jobs: int | None) -> bool:
     with ParallelDisplay(console) as display:
 
         def observer(runs: Sequence[ParallelRun]) -> None:
+            keep_finished(runs)  # first, so that one that cannot be kept is not shown as done
             display(runs)
-            keep_finished(runs)
 
         stopped = run_all(todo, jobs=at_a_time, resume=True, observer=observer)
     if stopped:
@@ -390,7 +390,7 @@ def diagnose(directory: Path, /) -> None:
     """
     config, result, steps = open_as_it_is(directory)
     diagnosis = find_faults(result, config.target.sampler(config.batch_size), steps_done=steps)
-    print_diagnosis(console, diagnosis, directory)
+    print_diagnosis(console, diagnosis)
 
 
 @app.command

@@ -237,6 +237,10 @@ def set_setting(values: dict[str, Any], settings: type[BaseModel], key: str, val
     inside: Any = values
     for part in parents:
         inside = inside.get(part) if isinstance(inside, dict) else None
+    if not isinstance(inside, dict) and key in known:
+        raise ConfigError(
+            f"{key} cannot be set, because {'.'.join(parents)} has been set to what is no group of settings."
+        )
     if not isinstance(inside, dict) or (key not in known and leaf not in inside):
         raise ConfigError(f"There is no setting {key!r}. {near_matches(key, known)} See `rankone config explain`.")
     inside[leaf] = value
@@ -251,17 +255,23 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def fields(cls: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Every setting as (dotted path, value, documentation), depth first; free-form mappings are one setting."""
+    """Every setting as (dotted path, value, documentation), depth first; free-form mappings are one setting.
+
+    Values need not be valid: what is no group although it should be counts as an empty one.
+    """
     for name, info in cls.model_fields.items():
         path = f"{prefix}{name}"
         value = values.get(name)
         doc = " ".join((info.description or "").split())
         inner = _settings_class(info.annotation, value)
         if inner is not None:
-            yield from fields(inner, value or {}, f"{path}.")
+            yield from fields(inner, value if isinstance(value, Mapping) else {}, f"{path}.")
         elif name == "losses" and isinstance(value, Mapping):
             for loss, settings in value.items():
-                yield from fields(LOSSES[loss], settings, f"{path}.{loss}.")
+                if loss in LOSSES:
+                    yield from fields(
+                        LOSSES[loss], settings if isinstance(settings, Mapping) else {}, f"{path}.{loss}."
+                    )
         else:
             yield path, value, doc
 

@@ -361,8 +361,10 @@ class ImportanceMinimality(Loss):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "ImportanceMinimality":
-        if self.p < 1 and self.eps == 0:
-            raise ValueError("with p below 1 the slope of the penalty at 0 is infinite unless eps is above 0")
+        if min(self.p, self.p if self.p_start is None else self.p_start) < 1 and self.eps == 0:
+            raise ValueError(
+                "with p (or p_start) below 1 the slope of the penalty at 0 is infinite unless eps is above 0"
+            )
         if self.coefficient == 0 and self.coefficient_start:
             raise ValueError(
                 "a coefficient of 0 switches the loss off; with coefficient_start, let it end at a small one"

@@ -30,7 +30,7 @@ class Check:
 
     pattern: Pattern
     expected: int
-    """identity: the number of features, one subcomponent each; dense: the number of subcomponents that serve all features."""
+    """identity: the number of features, one subcomponent each; dense: the number of subcomponents that serve many features each."""
     errors: int
     order: list[int]
     """The columns as the check sorted them, for plotting."""

@@ -6,7 +6,6 @@ On a terminal the lines are live; elsewhere a line is printed every few seconds.
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -179,7 +178,7 @@ def print_table(console: Console, table: ResultTable) -> None:
     (console if console.is_terminal else Console(file=console.file, width=1000)).print(shown)
 
 
-def print_diagnosis(console: Console, diagnosis: Diagnosis, directory: Path) -> None:
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """The numbers that were looked at in a run, then what is wrong and what to do."""
     n = diagnosis.numbers
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -208,6 +207,6 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, directory: Path) -> 
     for finding in diagnosis.findings:
         console.print(f"\n[bold red]{escape(finding.name)}[/]: {escape(finding.seen)}.", soft_wrap=True)
         console.print(
-            f"  It means: {escape(finding.means)}.\n  Do: {escape(finding.do.replace('DIR', str(directory)))}.",
+            f"  It means: {escape(finding.means)}.\n  Do: {escape(finding.do)}.",
             soft_wrap=True,
         )

@@ -148,12 +148,13 @@ def preset_values(name: str, preset: str) -> dict[str, Any]:
     return complete
 
 
-def changed(values: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+def changed(values: dict[str, Any], assignments: Sequence[str], *, source: str) -> dict[str, Any]:
     """Settings with assignments applied; what they undo is no longer listed as a difference from the paper."""
-    result = override(values, ExperimentConfig, assignments)
+    config = validated(ExperimentConfig, override(values, ExperimentConfig, assignments), source=source)
+    result = config.model_dump(mode="json")
     now = {path: value for path, value, _ in fields(ExperimentConfig, result)}
-    result["differs_from_paper"] = [d for d in result["differs_from_paper"] if now[d["setting"]] == d["value"]]
-    return result
+    kept = [d for d in result["differs_from_paper"] if d["setting"] in now and now[d["setting"]] == d["value"]]
+    return result | {"differs_from_paper": kept}
 
 
 def preset_of(values: dict[str, Any]) -> str:
@@ -161,7 +162,7 @@ def preset_of(values: dict[str, Any]) -> str:
     name, preset = values["experiment"], values["preset"]
     if name not in experiment_names() or preset not in PRESETS:
         return "custom"
-    expected = changed(preset_values(name, preset), values["overrides"])
+    expected = changed(preset_values(name, preset), values["overrides"], source="The overrides of this config")
     free = {"seed", "overrides"}
     differing = {d.split(" was ")[0].split(".")[0] for d in differences(expected, values)} - free
     return "custom" if differing else preset
@@ -194,6 +195,7 @@ def experiment_config(
             hint = "Use --preset." if assignment.startswith("preset") else "It describes a run and is not set by hand."
             raise ConfigError(f"{assignment!r} cannot be given as an override. {hint}")
     changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
-    values = changed(values, [*changes, *([f"seed={seed}"] if seed is not None else [])])
+    source = f"Settings for {name_or_path}"
+    values = changed(values, [*changes, *([f"seed={seed}"] if seed is not None else [])], source=source)
     values["overrides"] = [*values["overrides"], *changes]
-    return validated(ExperimentConfig, values, source=f"Settings for {name_or_path}")
+    return validated(ExperimentConfig, values, source=source)

@@ -6,7 +6,6 @@ figure_data.npz  what its figures show, at the precision that a figure has; only
 """
 
 import io
-import shutil
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 from rankone.checkpoint import read_json, write_atomic, write_json
 from rankone.decomposition import Decomposition, LayerView
 from rankone.errors import CheckpointError, RankoneError
-from rankone.experiments import ExperimentConfig, experiment_config, real_differences
+from rankone.experiments import ExperimentConfig, experiment_config, read_text, real_differences
 from rankone.experiments.run import Summary, read_config, reopen
 from rankone.metrics import Check, run_check
 from rankone.targets.resid_mlp import ResidualTarget
@@ -130,7 +129,7 @@ def keep(run: Path, into: Path, *, command: str, figures: bool) -> Stored:
     """Keep what matters of a finished run in the directory `into`."""
     config, result, summary = reopen(run)
     into.mkdir(parents=True, exist_ok=True)
-    shutil.copy(run / "config.yaml", into / "config.yaml")
+    write_atomic(into / "config.yaml", read_text(run / "config.yaml"))
     if figures:
         packed = io.BytesIO()
         np.savez_compressed(packed, **figure_data(config, result))

@@ -1,0 +1,44 @@
+"""Measures diagnosed.json again: what `diagnose` sees in full runs, which take too long for a test.
+
+    rankone reproduce all --out REPRODUCTION
+    python tests/measure_diagnosed.py REPRODUCTION
+
+To be run whenever diagnose.py measures something else than before.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rankone.diagnose import diagnose
+from rankone.experiments.run import open_as_it_is
+
+RUNS = (
+    "resid_mlp1-default-seed0-beta3-1e-07",
+    "resid_mlp1-default-seed0-beta3-1e-06",
+    "resid_mlp1-default-seed0",
+    "resid_mlp1-default-seed0-beta3-0.0001",
+    "resid_mlp1-default-seed0-beta3-0.001",
+    "resid_mlp2-default-seed0",
+    "tms_40-10-default-seed1",
+    "tms_40-10-id-default-seed1",
+    "tms_40-10-id-default-seed0-C-4x",
+)
+
+
+def measured(directory: Path) -> dict[str, Any]:
+    config, result, steps = open_as_it_is(directory)
+    return diagnose(result, config.target.sampler(config.batch_size), steps_done=steps).numbers
+
+
+def rounded(value: Any) -> Any:
+    """With four significant digits, which are stable and short."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    found = {name: rounded(measured(Path(sys.argv[1]) / "runs" / name)) for name in RUNS}
+    Path(__file__).with_name("diagnosed.json").write_text(json.dumps(found, indent=1) + "\n")
