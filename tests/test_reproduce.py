@@ -184,6 +184,7 @@ def test_results_in_the_repository_are_redrawn_quickly(tmp_path):
             f"{path.name} is not what results/ draw"
         )
     assert not made.left_out
+    assert not [name for name in made.undrawn if not name.endswith("-paper")]
     assert (tmp_path / "tables.md").read_text() == (RESULTS / "tables.md").read_text()
 
 
