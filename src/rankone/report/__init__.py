@@ -120,7 +120,7 @@ def draw(result: Decomposition, evaluation: Evaluation, target: TargetSettings) 
         labels = {name: _label(name, evaluation) for name in evaluation.probe_importances}
         caption = (
             "One input feature is switched on at 0.75 at a time (rows); the colour says how important each subcomponent is for the output "
-            "(columns, permuted). A diagonal means one subcomponent per feature; filled columns mean subcomponents that serve every feature."
+            "(columns, permuted). A diagonal means one subcomponent per feature; filled columns mean subcomponents that serve many features."
         )
         figure = plot.importance_heatmap(evaluation.probe_importances, evaluation.checks, labels)
         pictures.append(_picture("importances", "Causal importances on one-hot inputs", caption, figure))
