@@ -3,7 +3,8 @@
     python benchmarks/remedies.py [--seeds N] [--only VARIANT ...] [--out DIR]
 
 The preset is that of TMS 5-2+ID, the cheapest of those that do not recover every seed with just any settings. Prints a table of how many seeds each
-variant recovers, and writes it to DIR/remedies.md after every variant. Finished runs in DIR are not made again. Two of the remedies are not part of rankone; they are written here, as a user would write them: a penalty of another shape is a registered
+variant recovers, and writes it to DIR/remedies.md after every variant. Finished runs in DIR are not made again.
+Two of the remedies are not part of rankone; they are written here, as a user would write them: a penalty of another shape is a registered
 loss, and another gradient through the lower-leaky sigmoid replaces a function (which takes the exact engine: kernels do not call it).
 """
 

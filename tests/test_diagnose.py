@@ -205,8 +205,8 @@ def test_an_identity_comes_back_when_settings_are_right_and_only_then(made):
     assert found["known mechanism not recovered"].do.startswith("lower `losses.importance_minimality.coefficient`")
 
 
-def test_an_identity_that_comes_back_whole():
-    """The identity as its own six unit matrices, all important on every input: nothing to say about it."""
+def identity_by_hand():
+    """A decomposition of an identity as its own six unit matrices, all important on every input; six more have no size."""
     changed = insert_identity(small_mlp(), "0")
     result = rankone.decompose(changed, uniform(rows=200), {"0.identity": 12}, {"steps": 1, "optimizer": {"lr": 1e-12}})
     layer = result.model.layer("0.identity")
@@ -217,6 +217,12 @@ def test_an_identity_that_comes_back_whole():
         for p in layer.importance.parameters():
             p.zero_()
         layer.importance.b_out[:6] = 1
+    return result, layer
+
+
+def test_an_identity_that_comes_back_whole():
+    """There is nothing to say about it."""
+    result, _ = identity_by_hand()
     found = diagnose(result, uniform(rows=200))
     whole = {"rank": 6, "alive": 6, "act_together": 1.0, "missing": 0.0}
     assert found.numbers["identities"]["0.identity"] == pytest.approx(whole)
@@ -224,17 +230,9 @@ def test_an_identity_that_comes_back_whole():
 
 
 def test_a_subcomponent_that_is_almost_never_used_does_not_make_an_identity_two_mechanisms():
-    changed = insert_identity(small_mlp(), "0")
-    result = rankone.decompose(changed, uniform(rows=200), {"0.identity": 12}, {"steps": 1, "optimizer": {"lr": 1e-12}})
-    layer = result.model.layer("0.identity")
+    result, layer = identity_by_hand()
     with torch.no_grad():
-        layer.subcomponents.U.zero_()
-        layer.subcomponents.U[:, :6] = torch.eye(6)
-        layer.subcomponents.V[:6] = torch.eye(6)
         layer.subcomponents.V[6] = torch.eye(6)[0]
-        for p in layer.importance.parameters():
-            p.zero_()
-        layer.importance.b_out[:6] = 1
         x = torch.cat([torch.rand(600, 4) for _ in range(2)])
         reading = result.model.inner(result.model.clean(x))["0.identity"][:, 6]
         # One neuron that is on for the largest inputs only: for one datapoint of 1,200, then for every tenth.

@@ -278,7 +278,7 @@ def test_the_total_has_the_coefficient_of_its_step():
 
 @pytest.mark.parametrize("engine", ["exact", "fast"])
 def test_a_saturated_penalty_is_the_formula(engine):
-    """The change it makes to the logged penalty of the first step, and that it arrives only with `anneal`."""
+    """It is not there at the first step, and all there at the second, when `anneal` is over."""
     data, paid = uniform(rows=100), {}
     for saturation in (0.0, 9.0):
         loss = {"p": 1.0, "saturation": saturation, "anneal": 1e-9}

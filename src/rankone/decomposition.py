@@ -58,8 +58,8 @@ class LayerView:
         return torch.outer(self.U[:, c], self.V[c])
 
     def sum(self) -> Float[Tensor, "d_out d_in"]:
-        """All subcomponents together: close to the original matrix."""
-        return self.U @ self.V
+        """All subcomponents together: close to the original matrix. (Added up in double precision, so that the number of threads does not show.)"""
+        return (self.U.double() @ self.V.double()).to(self.U.dtype)
 
     def norms(self) -> Float[Tensor, " C"]:
         """The size (Frobenius norm) of every subcomponent."""

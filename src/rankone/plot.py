@@ -54,11 +54,6 @@ def to_svg(figure: "Figure", name: str) -> str:
     return buffer.getvalue()
 
 
-def _sum_of(view: LayerView) -> Tensor:
-    """The sum of all subcomponents, in double precision: a figure must not depend on the order of additions, which the number of threads decides."""
-    return (view.U.double() @ view.V.double()).to(view.U.dtype)
-
-
 def by_size(view: LayerView) -> list[int]:
     """Subcomponents of a layer, largest first."""
     return torch.argsort(view.norms(), descending=True, stable=True).tolist()
@@ -68,7 +63,7 @@ def weight_columns(view: LayerView, shown: int) -> "Figure":
     """The columns of a matrix with two rows, as arrows: target, sum of subcomponents, the largest ones singly."""
     from matplotlib import colormaps
 
-    panels = [("target W", view.target), ("sum of all\nsubcomponents", _sum_of(view))]
+    panels = [("target W", view.target), ("sum of all\nsubcomponents", view.sum())]
     panels += [(f"subcomponent {c}", view.matrix(c)) for c in by_size(view)[:shown]]
     reach = 1.15 * float(view.target.norm(dim=0).max())
     figure = _figure(1.55 * len(panels), 2.1)
@@ -111,7 +106,7 @@ def network_diagrams(
     zero = {name: torch.zeros_like(view.target) for name, view in views.items()}
     networks: list[tuple[str, dict[str, Tensor]]] = [
         ("target", {name: view.target for name, view in views.items()}),
-        ("sum of all\nsubcomponents", {name: _sum_of(view) for name, view in views.items()}),
+        ("sum of all\nsubcomponents", {name: view.sum() for name, view in views.items()}),
     ]
     for name, c in singles:
         sharing = [name, *(other for other, source in tied.items() if source == name)]
@@ -158,7 +153,7 @@ def _network(axes: "Axes", matrices: Sequence[Tensor], largest: float) -> None:
 
 def matrices(view: LayerView, shown: int) -> "Figure":
     """A matrix as coloured squares: target, sum of subcomponents, the largest ones singly."""
-    panels = [("target", view.target), ("sum of all\nsubcomponents", _sum_of(view))]
+    panels = [("target", view.target), ("sum of all\nsubcomponents", view.sum())]
     panels += [(f"subcomponent {c}", view.matrix(c)) for c in by_size(view)[:shown]]
     wide = view.target.shape[1] / view.target.shape[0] > 2
     columns = min(len(panels), 3 if wide else 7)
