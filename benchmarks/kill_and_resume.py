@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rankone.checkpoint import load_sealed
+from rankone.files import load_sealed
 from rankone.train import checkpoints
 
 

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from rankone import masks
 from rankone.config import validated
-from rankone.experiments import ExperimentConfig, experiment_config
-from rankone.experiments.parallel import cores
-from rankone.experiments.run import run
-from rankone.experiments.stored import SIDE_BY_SIDE
 from rankone.importance import LEAK, upper_leaky
 from rankone.losses import Loss, StepContext, mean_over_data, register_loss
 from rankone.metrics import wilson
+from rankone.runs.config import ExperimentConfig, experiment_config
+from rankone.runs.kept import SIDE_BY_SIDE
+from rankone.runs.many import cores
+from rankone.runs.run import run
 
 
 @register_loss("smooth_l0")

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from rankone.config import DecompositionConfig, paper_losses
 from rankone.data import WeightedBatch, generator_for, inputs_of
 from rankone.decomposition import build
-from rankone.experiments import experiment_config
 from rankone.losses import mask_key
 from rankone.masks import uniform
 from rankone.model import DecomposedModel
+from rankone.runs.config import experiment_config
 from rankone.targets import load_target
 from rankone.targets.resid_mlp import ResidualMLP
 from rankone.targets.sparse import SparseFeatures

@@ -20,8 +20,8 @@ import step_time
 import torch
 
 from rankone.data import generator_for
-from rankone.experiments import experiment_config
-from rankone.experiments.parallel import cores
+from rankone.runs.config import experiment_config
+from rankone.runs.many import cores
 
 
 def milliseconds(name: str, steps: int, *, jobs: int, threads: int, seeds: int) -> float:

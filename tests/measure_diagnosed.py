@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rankone.diagnose import diagnose
-from rankone.experiments.run import open_as_it_is
+from rankone.runs.run import open_as_it_is
 
 RUNS = (
     "resid_mlp1-default-seed0-beta3-1e-07",

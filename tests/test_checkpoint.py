@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rankone import RankoneError
-from rankone.checkpoint import fingerprint, load_sealed, read_json, save_sealed, write_atomic
+from rankone.files import fingerprint, load_sealed, read_json, save_sealed, write_atomic
 
 
 @pytest.fixture

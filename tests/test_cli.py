@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rankone import cli
-from rankone.experiments import PRESETS, experiment_config, experiment_names
+from rankone.runs.config import PRESETS, experiment_config, experiment_names
 
 SMALL = ("--steps", "12", "batch_size=128", "log_every=5", "checkpoint_every=5")
 
@@ -251,8 +251,8 @@ def test_a_narrow_terminal_shows_what_matters(monkeypatch):
 
     from rich.console import Console
 
-    from rankone.progress import RunDisplay
-    from rankone.trackers import Progress
+    from rankone.console import RunDisplay
+    from rankone.metrics_log import Progress
 
     screen = StringIO()
     monkeypatch.setattr(cli, "console", Console(file=screen, width=80, force_terminal=True))
@@ -266,8 +266,8 @@ def test_a_narrow_terminal_shows_what_matters(monkeypatch):
 
 
 def test_the_first_step_promises_nothing():
-    from rankone.progress import pace
-    from rankone.trackers import Progress
+    from rankone.console import pace
+    from rankone.metrics_log import Progress
 
     assert pace(Progress({}, 1, 10_000, 21.0, 21_000.0)) == "the first step is done"
     assert pace(Progress({}, 101, 10_000, 22.0, 5.0)) == "5.0 ms/step, 0:49 left"
@@ -333,7 +333,7 @@ def test_two_processes_in_one_directory(rankone, tmp_path):
 
 
 def test_without_the_report_extra(rankone, tmp_path, monkeypatch):
-    for module in (cli, sys.modules["rankone.experiments.run"]):
+    for module in (cli, sys.modules["rankone.runs.run"]):
         monkeypatch.setattr(module, "can_report", lambda: False)
     code, out, err = rankone("run", "tms_5-2", *SMALL, "--out", "a")
     assert code == 0
@@ -347,7 +347,7 @@ def test_without_the_report_extra(rankone, tmp_path, monkeypatch):
 
 def test_a_run_resumes_although_its_description_has_changed(tmp_path):
     """A better title, or a reason in better words, must not cost anyone a run."""
-    from rankone.experiments.run import run
+    from rankone.runs.run import run
 
     config = experiment_config("tms_5-2", assignments=["steps=30", "checkpoint_every=10", "batch_size=64"])
 

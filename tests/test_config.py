@@ -7,8 +7,8 @@ import torch
 
 from rankone import DecompositionConfig, Loss, RankoneError, register_loss
 from rankone.config import OptimizerSettings, fields, from_yaml, learning_rate, override, to_yaml, validated
-from rankone.experiments import ExperimentConfig, experiment_config
 from rankone.losses import LOSSES
+from rankone.runs.config import ExperimentConfig, experiment_config
 
 
 def test_yaml_round_trip():

@@ -15,8 +15,8 @@ from conftest import rankone_main, small_mlp, uniform
 from rankone import RankoneError
 from rankone.data import WeightedBatch
 from rankone.diagnose import _falling, _findings, diagnose, insert_identity
-from rankone.experiments import experiment_config
-from rankone.experiments.run import open_as_it_is, run
+from rankone.runs.config import experiment_config
+from rankone.runs.run import open_as_it_is, run
 
 BETA3 = "losses.importance_minimality.coefficient"
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import rankone
 from rankone import FactoredLinear
-from rankone.factored import Factored, dense, keeping_constants, sharing
+from rankone.fast.factored import Factored, dense, keeping_constants, sharing
 from rankone.losses import LOSSES, StepContext, divergence_named
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import rankone
 from conftest import ROOT, small_mlp
-from rankone import fast
 from rankone.config import DecompositionConfig
 from rankone.data import generator_for
 from rankone.errors import RankoneError
+from rankone.fast import gates as fast
 from rankone.importance import lower_leaky, make_importance, upper_leaky
 from rankone.losses import StepContext, divergence_named, mask_key
 from rankone.masks import uniform
@@ -268,7 +268,7 @@ def test_layers_with_and_without_kernels_together():
 
 
 def test_without_numba_there_is_one_notice_and_the_same_result(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rankone.kernels", None)
+    monkeypatch.setitem(sys.modules, "rankone.fast.kernels", None)
     monkeypatch.delattr(rankone, "kernels", raising=False)
     fast.kernels.cache_clear()
     config = DecompositionConfig(steps=5, importance={"options": {"d_gate": 4}}, log_every=1)

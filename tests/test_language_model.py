@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import rankone
-from rankone.checkpoint import fingerprint
+from rankone.files import fingerprint
 
 CONFIG = {
     "steps": 40,

@@ -9,9 +9,9 @@ from torch import nn
 import rankone
 from conftest import small_mlp
 from rankone import DecomposedModel, RankoneError
-from rankone.checkpoint import fingerprint
 from rankone.data import call_with
-from rankone.surgery import choose_layers
+from rankone.files import fingerprint
+from rankone.patching import choose_layers
 
 
 def snapshot(module: nn.Module):

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from rankone.errors import RankoneError
-from rankone.experiments import experiment_config
-from rankone.experiments.parallel import ParallelRun, cores, jobs_for, run_all
+from rankone.runs.config import experiment_config
+from rankone.runs.many import ParallelRun, cores, jobs_for, run_all
 
 SMALL = ("batch_size=64", "--steps", "12", "faithfulness_warmup.steps=0")
 

@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT
 from rankone import cli
-from rankone.experiments import PRESETS, experiment_file, experiment_names
+from rankone.runs.config import PRESETS, experiment_file, experiment_names
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)

@@ -12,8 +12,8 @@ import pytest
 
 from conftest import ROOT, rankone_main
 from rankone.config import to_yaml
-from rankone.experiments import PRESETS, experiment_names, reproduce, stored
-from rankone.experiments.reproduce import EXPERIMENTS, FIGURES, Wanted, make, wanted_for
+from rankone.paper.reproduce import EXPERIMENTS, FIGURES, Wanted, make, wanted_for
+from rankone.runs.config import PRESETS, experiment_names, reproduce, stored
 
 RESULTS = ROOT / "results"
 
@@ -155,8 +155,8 @@ def test_kept_runs_with_other_settings_are_not_mixed_in(short, capsys, monkeypat
 
 def test_what_is_kept_draws_what_the_run_showed(short, tmp_path):
     """Importances to 1/255, contributions to half precision, matrices as they are."""
-    from rankone.experiments.run import evaluate_run, reopen
-    from rankone.experiments.run import run as run_experiment
+    from rankone.runs.run import evaluate_run, reopen
+    from rankone.runs.run import run as run_experiment
 
     wanted = Wanted("resid_mlp1")
     run_experiment(wanted.config, tmp_path / "run")

@@ -8,8 +8,8 @@ import rankone
 from conftest import small_mlp, uniform
 from rankone.components import datapoint_start
 from rankone.data import batches
-from rankone.experiments import experiment_config
 from rankone.model import DecomposedModel
+from rankone.runs.config import experiment_config
 from rankone.targets import load_target
 from rankone.targets.sparse import SparseFeatures
 

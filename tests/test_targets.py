@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rankone import RankoneError
-from rankone.checkpoint import fingerprint
-from rankone.experiments import experiment_config, experiment_names
+from rankone.files import fingerprint
+from rankone.runs.config import experiment_config, experiment_names
 from rankone.targets import load_target, pinned_names, save_target, train_until_good
 from rankone.targets.resid_mlp import (
     Contributions,

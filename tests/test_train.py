@@ -11,9 +11,9 @@ import torch
 import rankone
 from conftest import small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
-from rankone.checkpoint import load_sealed
 from rankone.data import batches
 from rankone.decomposition import build
+from rankone.files import load_sealed
 from rankone.importance import upper_leaky
 from rankone.losses import faithfulness
 from rankone.train import Interrupted, Training, checkpoints

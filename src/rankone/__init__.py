@@ -11,7 +11,7 @@ from rankone.config import DecompositionConfig
 from rankone.data import WeightedBatch
 from rankone.decomposition import Decomposition, decompose, load
 from rankone.errors import RankoneError
-from rankone.factored import FactoredLinear
+from rankone.fast.factored import FactoredLinear
 from rankone.importance import ImportanceFunction, register_importance
 from rankone.losses import Loss, register_loss
 from rankone.model import DecomposedModel

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.errors import LayerError
-from rankone.factored import Activation, Factored, FactoredLinear, dense, rows_times
+from rankone.fast.factored import Activation, Factored, FactoredLinear, dense, rows_times
 
 
 class Adapter(ABC):

@@ -25,19 +25,19 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rankone import __version__
-from rankone.checkpoint import write_json
 from rankone.config import fields, to_yaml
+from rankone.console import ParallelDisplay, RunDisplay, print_diagnosis, print_seeds, print_table
 from rankone.diagnose import diagnose as find_faults
 from rankone.errors import ConfigError, RankoneError
-from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, experiment_file, experiment_names
-from rankone.experiments.parallel import ParallelRun, jobs_for, run_all
-from rankone.experiments.reproduce import Wanted, keeper, make, missing_runs, wanted_for
-from rankone.experiments.run import Summary, can_report, evaluate_run, measured, open_as_it_is, read_config, reopen
-from rankone.experiments.run import run as run_experiment
-from rankone.experiments.stored import stored_runs
-from rankone.fast import WITHOUT_NUMBA, MissingKernels, kernels
-from rankone.progress import ParallelDisplay, RunDisplay, print_diagnosis, print_seeds, print_table
+from rankone.fast.gates import WITHOUT_NUMBA, MissingKernels, kernels
+from rankone.files import write_json
+from rankone.paper.reproduce import Wanted, keeper, make, missing_runs, wanted_for
 from rankone.report import write_report
+from rankone.runs.config import PRESETS, ExperimentConfig, experiment_config, experiment_file, experiment_names
+from rankone.runs.kept import stored_runs
+from rankone.runs.many import ParallelRun, jobs_for, run_all
+from rankone.runs.run import Summary, can_report, evaluate_run, measured, open_as_it_is, read_config, reopen
+from rankone.runs.run import run as run_experiment
 from rankone.targets import save_target, train_until_good
 from rankone.train import Interrupted, checkpoints
 

@@ -16,7 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.checkpoint import (
+from rankone.config import DecompositionConfig, validated
+from rankone.data import Batch, Data, to_device
+from rankone.errors import CheckpointError, ConfigError, LayerError
+from rankone.files import (
     fingerprint,
     load_sealed,
     read_json,
@@ -25,13 +28,10 @@ from rankone.checkpoint import (
     write_atomic,
     write_json,
 )
-from rankone.config import DecompositionConfig, validated
-from rankone.data import Batch, Data, to_device
-from rankone.errors import CheckpointError, ConfigError, LayerError
 from rankone.losses import Divergence
+from rankone.metrics_log import Observer, Record, read_metrics
 from rankone.model import DecomposedModel
-from rankone.surgery import OutputGetter
-from rankone.trackers import Observer, Record, read_metrics
+from rankone.patching import OutputGetter
 from rankone.train import Training, checkpoints, described
 
 FORMAT = 1

@@ -19,11 +19,11 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from rankone import fast
 from rankone.data import Batch, seed_for, shares_of
 from rankone.errors import BatchError, ConfigError, near_matches
-from rankone.factored import Activation
-from rankone.fast import Gate, Gated, Penalty
+from rankone.fast import gates as fast
+from rankone.fast.factored import Activation
+from rankone.fast.gates import Gate, Gated, Penalty
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, Masks, source_named
 from rankone.model import CleanPass, DecomposedModel

@@ -19,10 +19,10 @@ from rankone.adapters import Adapter, adapter_for
 from rankone.components import Subcomponents, TiedSubcomponents, datapoint_start, make_subcomponents
 from rankone.data import Batch, call_with, check_batch, generator_for, to_device
 from rankone.errors import LayerError, TargetError, near_matches
-from rankone.factored import Activation, dense
+from rankone.fast.factored import Activation, dense
 from rankone.importance import ImportanceFunction, Option, clipped, make_importance
 from rankone.masks import Masks
-from rankone.surgery import (
+from rankone.patching import (
     OutputGetter,
     choose_layers,
     only_input,

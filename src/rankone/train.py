@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from rankone.checkpoint import fingerprint, load_sealed, save_sealed
 from rankone.components import FROM_DATA
 from rankone.config import DecompositionConfig, differences, learning_rate, validated
 from rankone.data import Data, batches, to_device
 from rankone.errors import CheckpointError, RankoneError, TrainingError
-from rankone.factored import keeping_constants, sharing
-from rankone.fast import kernels
+from rankone.fast.factored import keeping_constants, sharing
+from rankone.fast.gates import kernels
+from rankone.files import fingerprint, load_sealed, save_sealed
 from rankone.importance import clipped
 from rankone.losses import Divergence, StepContext, divergence_named, faithfulness
 from rankone.metrics import l0
+from rankone.metrics_log import MetricsFile, Observer, Progress, Record, read_metrics
 from rankone.model import DecomposedModel
-from rankone.surgery import frozen
-from rankone.trackers import MetricsFile, Observer, Progress, Record, read_metrics
+from rankone.patching import frozen
 
 
 class Interrupted(RankoneError):

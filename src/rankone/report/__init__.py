@@ -11,17 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankone import plot
-from rankone.checkpoint import write_atomic
 from rankone.config import to_yaml
 from rankone.decomposition import Decomposition
 from rankone.evaluate import Evaluation
+from rankone.files import write_atomic
 from rankone.metrics import CERTAIN, IMPORTANT
+from rankone.report import plots as plot
 from rankone.targets import TargetSettings
 from rankone.targets.resid_mlp import ResidualTarget, blocks_in_words, match_in_words
 
 if TYPE_CHECKING:
-    from rankone.experiments import ExperimentConfig
+    from rankone.runs.config import ExperimentConfig
 
 MASK_MEANINGS = {
     "ones": "all subcomponents kept",

@@ -12,8 +12,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import nn
 
-from rankone.checkpoint import fingerprint, load_sealed, save_sealed
 from rankone.errors import TargetError, near_matches
+from rankone.files import fingerprint, load_sealed, save_sealed
 from rankone.targets.resid_mlp import ResidualTarget
 from rankone.targets.tms import TMSTarget
 

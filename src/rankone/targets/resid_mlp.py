@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rankone.data import generator_for
 from rankone.decomposition import Decomposition
-from rankone.factored import Activation, FactoredLinear
+from rankone.fast.factored import Activation, FactoredLinear
 from rankone.metrics import CERTAIN, IMPORTANT, Check, Pattern
 from rankone.targets.sparse import Recipe, SparseTarget
 

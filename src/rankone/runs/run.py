@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from rankone.checkpoint import fingerprint, read_json, write_atomic, write_json
 from rankone.config import from_yaml, to_yaml, validated
 from rankone.decomposition import Decomposition, build, decompose, load
 from rankone.errors import CheckpointError
 from rankone.evaluate import Evaluation, evaluate
-from rankone.experiments import ExperimentConfig, read_text, real_differences
+from rankone.files import fingerprint, read_json, write_atomic, write_json
+from rankone.metrics_log import Observer, read_metrics
 from rankone.report import write_report
+from rankone.runs.config import ExperimentConfig, read_text, real_differences
 from rankone.targets import load_target
-from rankone.trackers import Observer, read_metrics
 from rankone.train import checkpoints, load_newest, load_parameters, refuse_other_layers
 
 Summary = dict[str, Any]

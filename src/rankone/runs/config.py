@@ -115,7 +115,7 @@ def read_text(path: Path) -> str:
 
 
 def experiment_names() -> list[str]:
-    found = [Path(f.name).stem for f in files("rankone.experiments").iterdir() if f.name.endswith(".yaml")]
+    found = [Path(f.name).stem for f in files("rankone.paper").iterdir() if f.name.endswith(".yaml")]
     return sorted(found, key=lambda name: (name.endswith("-id"), len(name), name))
 
 
@@ -125,7 +125,7 @@ def experiment_file(name: str) -> ExperimentFile:
         raise ConfigError(
             f"There is no experiment {name!r}. {hint} A config file must end in .yaml; `rankone list` shows all."
         )
-    text = (files("rankone.experiments") / f"{name}.yaml").read_text()
+    text = (files("rankone.paper") / f"{name}.yaml").read_text()
     return validated(ExperimentFile, from_yaml(text, source=f"{name}.yaml"), source=f"{name}.yaml")
 
 

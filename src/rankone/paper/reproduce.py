@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankone import plot
-from rankone.checkpoint import write_atomic
 from rankone.errors import ConfigError, RankoneError, near_matches
-from rankone.experiments import PRESETS, ExperimentConfig, experiment_config, real_differences
-from rankone.experiments.parallel import ParallelRun
-from rankone.experiments.run import Summary, read_config
-from rankone.experiments.stored import SIDE_BY_SIDE, Stored, changes, groups, keep
+from rankone.files import write_atomic
 from rankone.metrics import wilson
+from rankone.report import plots as plot
+from rankone.runs.config import PRESETS, ExperimentConfig, experiment_config, real_differences
+from rankone.runs.kept import SIDE_BY_SIDE, Stored, changes, groups, keep
+from rankone.runs.many import ParallelRun
+from rankone.runs.run import Summary, read_config
 from rankone.targets.resid_mlp import ResidualTarget, blocks_in_words, match_in_words
 
 TMS = ("tms_5-2", "tms_5-2-id", "tms_40-10", "tms_40-10-id")

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rankone.errors import ConfigError, RankoneError
-from rankone.experiments import ExperimentConfig
-from rankone.experiments.run import Summary, refuse_existing, run
-from rankone.trackers import Progress
+from rankone.metrics_log import Progress
+from rankone.runs.config import ExperimentConfig
+from rankone.runs.run import Summary, refuse_existing, run
 from rankone.train import Interrupted
 
 

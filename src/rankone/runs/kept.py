@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankone.checkpoint import read_json, write_atomic, write_json
 from rankone.decomposition import Decomposition, LayerView
 from rankone.errors import CheckpointError, RankoneError
-from rankone.experiments import ExperimentConfig, experiment_config, read_text, real_differences
-from rankone.experiments.run import Summary, read_config, reopen
+from rankone.files import read_json, write_atomic, write_json
 from rankone.metrics import Check, run_check
+from rankone.runs.config import ExperimentConfig, experiment_config, read_text, real_differences
+from rankone.runs.run import Summary, read_config, reopen
 from rankone.targets.resid_mlp import ResidualTarget
 
 SIDE_BY_SIDE = "threads=1"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankone.decomposition import LayerView
 from rankone.metrics import Check
-from rankone.trackers import Record
+from rankone.metrics_log import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

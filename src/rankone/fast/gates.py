@@ -42,7 +42,7 @@ def kernels() -> Any:
         return None
     threads = torch.get_num_threads()
     try:
-        from rankone import kernels as found
+        from rankone.fast import kernels as found
     except ImportError:
         warnings.warn(
             WITHOUT_NUMBA,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankone.errors import LayerError, TargetError, near_matches
-from rankone.factored import Activation, Factored, dense
+from rankone.fast.factored import Activation, Factored, dense
 
 OutputGetter = Callable[[Any], Tensor] | str | int | None
 """How to get the tensor to compare: a function, an attribute or key, an index, or None for the result itself."""

@@ -16,10 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
 from rankone.diagnose import Diagnosis
-from rankone.experiments.parallel import ParallelRun
-from rankone.experiments.reproduce import Table as ResultTable
 from rankone.metrics import wilson
-from rankone.trackers import Progress
+from rankone.metrics_log import Progress
+from rankone.paper.reproduce import Table as ResultTable
+from rankone.runs.many import ParallelRun
 
 SECONDS_BETWEEN_LINES = 10.0
 GETTING_READY = "Getting ready. Kernels are compiled once after installation, which takes about 20 seconds."

@@ -1,0 +1,1 @@
+"""This paper and nothing else: its experiments as YAML, its tables and its figures."""
