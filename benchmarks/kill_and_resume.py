@@ -22,7 +22,18 @@ from rankone.train import checkpoints
 
 def command(out: Path, steps: int, every: int) -> list[str]:
     settings = [f"checkpoint_every={every}", "log_every=7", "batch_size=512"]
-    return [sys.executable, "-m", "rankone", "run", "tms_5-2-id", "--steps", str(steps), "--out", str(out), *settings]
+    return [
+        sys.executable,
+        "-m",
+        "rankone",
+        "run",
+        "tms_5-2-id",
+        "--steps",
+        str(steps),
+        "--out",
+        str(out),
+        *settings,
+    ]
 
 
 def start(words: list[str], out: Path) -> subprocess.Popen:
@@ -31,7 +42,9 @@ def start(words: list[str], out: Path) -> subprocess.Popen:
     metrics = out / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size):
         if process.poll() is not None:
-            raise SystemExit(f"A run ended before it began: {process.stderr.read() if process.stderr else ''}")
+            raise SystemExit(
+                f"A run ended before it began: {process.stderr.read() if process.stderr else ''}"
+            )
         time.sleep(0.01)
     return process
 
@@ -44,7 +57,9 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
 def finish(words: list[str]) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"A resumed run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"A resumed run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
 
 
 def last_step(out: Path) -> int:
@@ -55,7 +70,12 @@ def last_step(out: Path) -> int:
 
 def differences(a: Path, b: Path) -> list[str]:
     """The files in which two finished runs differ."""
-    exact = ["config.yaml", "metrics.jsonl", "decomposition/components.safetensors", "decomposition/history.jsonl"]
+    exact = [
+        "config.yaml",
+        "metrics.jsonl",
+        "decomposition/components.safetensors",
+        "decomposition/history.jsonl",
+    ]
     exact += [f"figures/{p.name}" for p in sorted((a / "figures").glob("*.svg"))]
     found = [name for name in exact if (a / name).read_bytes() != (b / name).read_bytes()]
     first, second = (load_sealed(checkpoints(d)[-1])[0] for d in (a, b))

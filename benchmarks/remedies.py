@@ -2,14 +2,15 @@
 
     python benchmarks/remedies.py [--seeds N] [--only VARIANT ...] [--out DIR]
 
-The preset is that of TMS 5-2+ID, the cheapest of those that do not recover every seed with just any settings. Prints a table of how many seeds each
-variant recovers, and writes it to DIR/remedies.md after every variant. Finished runs in DIR are not made again.
-Two of the remedies are not part of rankone; they are written here, as a user would write them: a penalty of another shape is a registered
-loss, and another gradient through the lower-leaky sigmoid replaces a function (which takes the exact engine: kernels do not call it).
+The preset is that of TMS 5-2+ID, the cheapest of those that do not recover every seed with just any
+settings. Prints a table of how many seeds each variant recovers, and writes it to DIR/remedies.md after
+every variant. Finished runs in DIR are not made again. Two of the remedies are not part of rankone; they
+are written here, as a user would write them: a penalty of another shape is a registered loss, and another
+gradient through the lower-leaky sigmoid replaces a function (which takes the exact engine: kernels do not
+call it).
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,28 +23,32 @@ import torch
 from torch import Tensor
 
 from rankone import masks
-from rankone.config import validated
+from rankone.data import mean_over_data
+from rankone.files import RunDirectory
 from rankone.importance import LEAK, upper_leaky
-from rankone.losses import Loss, StepContext, mean_over_data, register_loss
+from rankone.losses import Loss, register_loss
 from rankone.metrics import wilson
-from rankone.runs.config import ExperimentConfig, experiment_config
+from rankone.runs.config import RunConfig, experiment_config
 from rankone.runs.kept import SIDE_BY_SIDE
-from rankone.runs.many import cores
-from rankone.runs.run import run
+from rankone.runs.run import cores, read_summary, run
+from rankone.runs.summary import Summary
+from rankone.settings import validated
+from rankone.step import Step
 
 
 @register_loss("smooth_l0")
 class SmoothL0(Loss):
-    """g^2 / (g^2 + gamma^2): costs the same wherever an importance is well above gamma, which falls geometrically over training."""
+    """g^2 / (g^2 + gamma^2): costs the same wherever an importance is well above gamma, which falls
+    geometrically over training."""
 
     coefficient: float = 3e-3
     first: float = 1.0
     last: float = 0.01
 
-    def value(self, step: StepContext) -> Tensor:
+    def value(self, step: Step) -> Tensor:
         gamma = self.first * (self.last / self.first) ** step.progress
         squares = (upper_leaky(raw).square() for raw in step.raw.values())
-        terms = [mean_over_data((s / (s + gamma**2)).sum(-1), step.shares) for s in squares]
+        terms = [mean_over_data((s / (s + gamma**2)).sum(-1), step.weights) for s in squares]
         return torch.stack(terms).sum()
 
 
@@ -80,19 +85,21 @@ class Variant:
     penalty: str | None = None
     """A loss that takes the place of importance minimality, with its coefficient."""
 
-    def config(self, seed: int) -> ExperimentConfig:
+    def config(self, seed: int) -> RunConfig:
         config = experiment_config(EXPERIMENT, seed=seed, assignments=[*self.settings, SIDE_BY_SIDE])
         if self.penalty is None:
             return config
         values = config.model_dump(mode="json")
         coefficient = values["losses"].pop("importance_minimality")["coefficient"]
         values["losses"][self.penalty] = {"coefficient": coefficient}
-        return validated(ExperimentConfig, values, source=self.what)
+        return validated(RunConfig, values, source=self.what)
 
 
 VARIANTS = {
     "default": Variant("the default preset as it is"),
-    "overlap": Variant("initialisation: scaled by the overlap with W, as in the released code", ("init=overlap",)),
+    "overlap": Variant(
+        "initialisation: scaled by the overlap with W, as in the released code", ("init=overlap",)
+    ),
     "cold": Variant("no warm-up", ("faithfulness_warmup.steps=0",)),
     "constant": Variant("schedule: constant learning rate", ("optimizer.schedule=constant",)),
     "quarter": Variant("schedule: quarter cosine, as in the paper", ("optimizer.schedule=quarter_cosine",)),
@@ -108,7 +115,9 @@ VARIANTS = {
         "gate function: one MLP for the layer", ("importance.kind=layer_mlp", "importance.options={}")
     ),
     "exact": Variant("the exact engine", ("engine=exact",)),
-    "raising": Variant("the exact engine, lower leak only where it would raise", ("engine=exact",), raising_only),
+    "raising": Variant(
+        "the exact engine, lower leak only where it would raise", ("engine=exact",), raising_only
+    ),
 }
 
 
@@ -119,17 +128,18 @@ def one(name: str, seed: int, out: Path) -> None:
     run(variant.config(seed), out, resume=True)
 
 
-def row(name: str, summaries: list[dict[str, Any]]) -> str:
-    good = sum(s["recovered"] for s in summaries)
+def row(name: str, summaries: list[Summary]) -> str:
+    good = sum(bool(s.recovered) for s in summaries)
     low, high = wilson(good, len(summaries))
-    failed = {s["seed"]: sum(c["errors"] for c in s["checks"].values()) for s in summaries if not s["recovered"]}
-    errors = ", ".join(f"{seed} ({n})" for seed, n in failed.items()) or "none"
+    errors = ", ".join(f"{s.seed} ({s.errors})" for s in summaries if not s.recovered) or "none"
     share = f"{good} of {len(summaries)} ({low:.0%} to {high:.0%})"
     return f"| {VARIANTS[name].what} | {share} | {errors} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=Path("remedies"))
@@ -139,12 +149,12 @@ def main() -> None:
         one(options.one[0], int(options.one[1]), options.out)
         return
 
-    def summary(name: str, seed: int) -> dict[str, Any]:
+    def summary(name: str, seed: int) -> Summary:
         folder = options.out / name / f"seed{seed}"
         if not (folder / "summary.json").is_file():
             words = [sys.executable, __file__, "--one", name, str(seed), "--out", str(folder)]
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-        return json.loads((folder / "summary.json").read_text())
+        return read_summary(RunDirectory.open(folder))
 
     lines = [
         f"What decides on {EXPERIMENT}: one change to its default preset, {options.seeds} seeds each.",
@@ -155,8 +165,8 @@ def main() -> None:
     print("\n".join(lines))
     with ThreadPoolExecutor(cores()) as pool:
         for name in options.only:
-            found = list(pool.map(lambda seed, name=name: summary(name, seed), range(options.seeds)))
-            lines.append(row(name, found))
+            summaries = list(pool.map(lambda seed, name=name: summary(name, seed), range(options.seeds)))
+            lines.append(row(name, summaries))
             print(lines[-1], flush=True)
             (options.out / "remedies.md").write_text("\n".join(lines) + "\n")
 

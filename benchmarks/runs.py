@@ -1,6 +1,8 @@
-"""The training steps that the benchmarks measure: the paper's seven runs, and a plain MLP with nothing special to it.
+"""The training steps that the benchmarks measure: the paper's seven runs, and a plain MLP with nothing
+special to it.
 
-Each comes twice from one set of parameters: as rankone's own `Training`, and as the literal step of literal.py.
+Each comes twice from one set of parameters: as rankone's own `Training`, and as the literal step of
+literal.py.
 """
 
 from collections.abc import Callable
@@ -15,34 +17,21 @@ from torch import Tensor, nn
 from rankone.config import DecompositionConfig, paper_losses
 from rankone.data import WeightedBatch, generator_for, inputs_of
 from rankone.decomposition import build
-from rankone.losses import mask_key
+from rankone.importance import PerLayer
 from rankone.masks import uniform
 from rankone.model import DecomposedModel
-from rankone.runs.config import experiment_config
-from rankone.targets import load_target
-from rankone.targets.resid_mlp import ResidualMLP
-from rankone.targets.sparse import SparseFeatures
+from rankone.runs.config import experiment_config, experiment_names
+from rankone.targets import ResidualTarget
+from rankone.targets.sparse import SparseTarget
 from rankone.train import Training
 
-RUNS = ("tms_5-2", "tms_5-2-id", "tms_40-10", "tms_40-10-id", "resid_mlp1", "resid_mlp2", "resid_mlp3", "plain_mlp")
+RUNS = (*sorted(experiment_names(), reverse=True), "plain_mlp")
 
-
-@dataclass(frozen=True)
-class Residual:
-    """The paper's settings for one residual MLP."""
-
-    n_features: int
-    n_blocks: int
-    n_neurons: int
-    C: int
-    d_gate: int
-
-
-RESIDUAL = {
-    "resid_mlp1": Residual(100, 1, 50, 100, 16),
-    "resid_mlp2": Residual(100, 2, 25, 400, 16),
-    "resid_mlp3": Residual(102, 3, 17, 500, 128),
+LITERAL: dict[str, Callable[[Any, Any], literal.Network]] = {
+    "tms": lambda target, model: literal.tms(target.n_identity),
+    "resid_mlp": lambda target, model: literal.residual_mlp(model.embed.weight.detach(), target.n_blocks),
 }
+"""Kind of target -> its forward pass, written down literally."""
 
 
 @dataclass
@@ -50,7 +39,7 @@ class Run:
     """One run, ready to take steps."""
 
     name: str
-    target: nn.Module
+    model: nn.Module
     layers: dict[str, int]
     config: DecompositionConfig
     data: Callable[[torch.Generator], Any]
@@ -63,35 +52,26 @@ class Run:
 
     def training(self, engine: str) -> Training:
         config = self.config.model_copy(update={"engine": engine})
-        return Training(build(self.target, self.layers, config, None), self.data, config)
+        return Training(build(self.model, self.layers, config, None), self.data, config)
 
 
 def make(name: str) -> Run:
     """The run of this name at the paper's batch size, C and d_gate."""
-    if name.startswith("tms"):
-        config = experiment_config(name, preset="paper")
-        target, sampler = load_target(config.target), config.target.sampler(config.batch_size)
-        return Run(
-            name,
-            target,
-            config.layers,
-            config,
-            sampler,
-            sampler.dense,
-            literal.tms(config.target.n_identity),
-            config.threads,
-        )
-    if name in RESIDUAL:
-        of = RESIDUAL[name]
-        return residual(name, of)
-    return plain_mlp()
+    if name == "plain_mlp":
+        return plain_mlp()
+    config = experiment_config(name, preset="paper")
+    assert isinstance(config.target, SparseTarget)
+    data = config.target.data(config.batch_size)
+    model = config.target.load()
+    network = LITERAL[config.target.kind](config.target, model)
+    return Run(name, model, config.layers, config, data, data.dense, network, config.threads)
 
 
-def residual(name: str, of: Residual, batch: int = 2048) -> Run:
-    target = ResidualMLP(of.n_features, 1000, of.n_blocks, of.n_neurons, generator_for(0, "target")).eval()
-    sampler = SparseFeatures(of.n_features, 0.01, batch, low=-1.0, high=1.0)
-    network = literal.residual_mlp(target.embed.weight.detach(), of.n_blocks)
-    return Run(name, target, {"blocks.*": of.C}, settings(of.d_gate, 1e-5), sampler, sampler.dense, network)
+def residual(target: ResidualTarget, C: int, batch: int, d_gate: int) -> Run:
+    """An untrained residual MLP of any size."""
+    model, data = target.build().eval(), target.data(batch)
+    network = LITERAL["resid_mlp"](target, model)
+    return Run("residual", model, {"blocks.*": C}, settings(d_gate, 1e-5), data, data.dense, network)
 
 
 def plain_mlp(
@@ -124,22 +104,27 @@ def settings(d_gate: int, beta3: float) -> DecompositionConfig:
 
 
 def literal_layers(model: DecomposedModel) -> dict[str, literal.LiteralLayer]:
-    """The parameters of a decomposed model as the literal step has them: copies, except that tied layers share theirs."""
-    made: dict[str, literal.LiteralLayer] = {}
+    """The parameters of a decomposed model as the literal step has them: copies, except that tied
+    layers share theirs."""
+    assert isinstance(model.importance, PerLayer)
+    layers: dict[str, literal.LiteralLayer] = {}
     for name in [*(n for n in model.layers if n not in model.tied), *model.tied]:
         layer = model.layer(name)
         gate = [
-            getattr(layer.importance, key).detach().clone().requires_grad_()
+            getattr(model.importance.functions[name], key).detach().clone().requires_grad_()
             for key in ("w_in", "b_in", "w_out", "b_out")
         ]
         if name in model.tied:
-            source = made[model.tied[name]]
+            source = layers[model.tied[name]]
             U, V = (source.V.T, source.U.T) if layer.subcomponents.transposed else (source.U, source.V)
         else:
-            U, V = (t.detach().clone().requires_grad_() for t in (layer.subcomponents.U, layer.subcomponents.V))
-        bias = getattr(layer.module, "bias", None)
-        made[name] = literal.LiteralLayer(layer.matrix().clone(), None if bias is None else bias.detach(), U, V, *gate)
-    return {name: made[name] for name in model.layers}
+            U, V = (
+                t.detach().clone().requires_grad_() for t in (layer.subcomponents.U, layer.subcomponents.V)
+            )
+        bias = getattr(layer.adapter.module, "bias", None)
+        bias = None if bias is None else bias.detach()
+        layers[name] = literal.LiteralLayer(layer.matrix().clone(), bias, U, V, *gate)
+    return {name: layers[name] for name in model.layers}
 
 
 def literal_parameters(model: DecomposedModel, layers: dict[str, literal.LiteralLayer]) -> dict[str, Tensor]:
@@ -156,9 +141,11 @@ class LiteralTraining:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        model = build(run.target, run.layers, run.config, None)
+        model = build(run.model, run.layers, run.config, None)
         self.layers = literal_layers(model)
-        self.optimizer = torch.optim.Adam(literal_parameters(model, self.layers).values(), lr=run.config.optimizer.lr)
+        self.optimizer = torch.optim.Adam(
+            literal_parameters(model, self.layers).values(), lr=run.config.optimizer.lr
+        )
 
     def take_step(self, step: int) -> None:
         losses = self.run.config.losses
@@ -174,10 +161,12 @@ class LiteralTraining:
 
 
 def disagreement(run: Run, engine: str, *, scatter: float = 0.3) -> dict[str, float]:
-    """How far rankone's losses and gradients are from the literal ones on one batch, with the same masks.
+    """How far rankone's losses and gradients are from the literal ones on one batch, with the same
+    masks.
 
-    Every parameter is first moved at random, so that importances fall on both sides of 0 and 1. Errors are relative: of each
-    loss, and of each parameter's gradient as a whole, in the 2-norm; the largest is reported.
+    Every parameter is first moved at random, so that importances fall on both sides of 0 and 1. Errors
+    are relative: of each loss, and of each parameter's gradient as a whole, in the 2-norm; the largest
+    is reported.
     """
     training = run.training(engine)
     model = training.model
@@ -189,23 +178,34 @@ def disagreement(run: Run, engine: str, *, scatter: float = 0.3) -> dict[str, fl
     batch = run.data(generator_for(0, "data"))
     rows, weights = inputs_of(batch), (batch.weights if isinstance(batch, WeightedBatch) else None)
     copies = torch.ones(rows.shape[0], dtype=torch.long) if weights is None else weights.long()
-    total, terms, _ = training.loss_terms(0, batch)
+    step = training.make_step(0, batch)
+    total, terms = step.total()
     ours = torch.autograd.grad(total, training.parameters)
-    # Each merged row stands for several: in the literal batch they all use the random numbers that the one row drew.
+    # Each merged row stands for several: in the literal batch they all use the random numbers of that row.
     draws = {
-        name: uniform(mask_key(0, 0, name, 0), torch.empty(rows.shape[0], layer.C)).repeat_interleave(copies, 0)
+        name: uniform(step.mask_key(name, 0), torch.empty(rows.shape[0], layer.C)).repeat_interleave(
+            copies, 0
+        )
         for name, layer in model.layers.items()
     }
     layers = literal_layers(model)
     parameters = literal_parameters(model, layers)
     losses = literal.losses(
-        run.network, layers, rows.repeat_interleave(copies, 0), run.config.losses["importance_minimality"].p, [draws]
+        run.network,
+        layers,
+        rows.repeat_interleave(copies, 0),
+        run.config.losses["importance_minimality"].p,
+        [draws],
     )
     theirs = torch.autograd.grad(
-        sum(run.config.losses[name].coefficient * term for name, term in losses.items()), list(parameters.values())
+        sum(run.config.losses[name].coefficient * term for name, term in losses.items()),
+        list(parameters.values()),
     )
     by_loss = {
-        name: float((terms[name] - value).detach().abs() / value.detach().abs()) for name, value in losses.items()
+        name: float((terms[name] - value).detach().abs() / value.detach().abs())
+        for name, value in losses.items()
     }
-    by_gradient = {name: float((a - b).norm() / b.norm()) for name, a, b in zip(parameters, ours, theirs, strict=True)}
+    by_gradient = {
+        name: float((a - b).norm() / b.norm()) for name, a, b in zip(parameters, ours, theirs, strict=True)
+    }
     return {"loss": max(by_loss.values()), "gradient": max(by_gradient.values())}

@@ -60,7 +60,9 @@ def exponent(sizes: list[int], values: list[float]) -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = ["| doubled | engine | measure | " + " | ".join(["smallest", *[""] * 3, "largest"]) + " | exponent |"]
+    lines = [
+        "| doubled | engine | measure | " + " | ".join(["smallest", *[""] * 3, "largest"]) + " | exponent |"
+    ]
     lines.append("|---|---|---|" + "---|" * 6)
     for series in found["series"]:
         for key, name in MEASURES.items():
@@ -93,16 +95,24 @@ def draw(found: dict[str, Any], path: Path) -> None:
             ):
                 if exact and key == "other_ms":
                     continue
-                label = f"{'exact engine' if exact else words}, exponent {series['exponents'][key]:.2f}".strip(", ")
+                label = (
+                    f"{'exact engine' if exact else words}, exponent {series['exponents'][key]:.2f}".strip(
+                        ", "
+                    )
+                )
                 values = [p[key] for p in series["points"]]
-                axes[row, column].loglog(series["sizes"], values, marker="o", label=label, **({"color": shade} | style))
+                axes[row, column].loglog(
+                    series["sizes"], values, marker="o", label=label, **({"color": shade} | style)
+                )
         for row in (0, 1):
             axis = axes[row, column]
             axis.set_xticks(DOUBLED[doubled], [str(n) for n in DOUBLED[doubled]])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
             axis.legend(fontsize=7, loc="upper left")
-        axes[1, column].set_xlabel({"layers": "decomposed layers", "batch": "batch size"}.get(doubled, doubled))
+        axes[1, column].set_xlabel(
+            {"layers": "decomposed layers", "batch": "batch size"}.get(doubled, doubled)
+        )
     axes[0, 0].set_ylabel("ms per step")
     axes[1, 0].set_ylabel("memory that steps add, MB")
     low, high = axes[0, 0].get_ylim()
@@ -116,7 +126,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("results/scaling"))
     parser.add_argument("--point", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -130,13 +142,22 @@ def main() -> None:
             for size in sizes:
                 words = json.dumps(BASE | {doubled: size, "engine": engine})
                 done = subprocess.run(
-                    [sys.executable, __file__, "--point", words], stdout=subprocess.PIPE, text=True, check=True
+                    [sys.executable, __file__, "--point", words],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
                 )
                 points.append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"{engine}, {doubled} = {size}: {points[-1]['ms']:.1f} ms", file=sys.stderr)
             exponents = {key: exponent(sizes, [p[key] for p in points]) for key in MEASURES}
             found["series"].append(
-                {"doubled": doubled, "engine": engine, "sizes": sizes, "points": points, "exponents": exponents}
+                {
+                    "doubled": doubled,
+                    "engine": engine,
+                    "sizes": sizes,
+                    "points": points,
+                    "exponents": exponents,
+                }
             )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

@@ -166,16 +166,28 @@ def table(found: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in found]
     kinds = list(found[0]["shares"])
-    lines += ["", "| where a fast step's time goes | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
-    lines += [f"| {r['run']} | " + " | ".join(f"{r['shares'][kind]:.0%}" for kind in kinds) + " |" for r in found]
+    lines += [
+        "",
+        "| where a fast step's time goes | " + " | ".join(kinds) + " |",
+        "|---|" + "---|" * len(kinds),
+    ]
+    lines += [
+        f"| {r['run']} | " + " | ".join(f"{r['shares'][kind]:.0%}" for kind in kinds) + " |" for r in found
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"one of {', '.join(runs.RUNS)}; all if none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help=f"one of {', '.join(runs.RUNS)}; all if none is given"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--threads", type=int, help="CPU threads for all engines; each run's own if not given")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads for all engines; each run's own if not given"
+    )
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -195,7 +207,9 @@ def main() -> None:
         n = options.threads or min(runs.make(name).threads, torch.get_num_threads())
         threads = ("--threads", str(n))
         result = in_process("--measure", name, *threads) | {"threads": n}
-        result["peak_mb"] = {engine: in_process("--memory", name, engine, *threads) for engine in ("literal", "fast")}
+        result["peak_mb"] = {
+            engine: in_process("--memory", name, engine, *threads) for engine in ("literal", "fast")
+        }
         print(f"{name}: {result['ms']['fast']:.2f} ms, {result['speedup']:.1f}x", file=sys.stderr)
         found.append(result)
     about = {

@@ -54,7 +54,9 @@ def main(steps: int = 6000) -> rankone.Decomposition:
     probe = 0.75 * torch.eye(N)
     importances = result.importances(probe)["0"]
     print("importance of each subcomponent of layer 0 (columns) for each input (rows):")
-    print("\n".join("  ".join(f"{g:.1f}" if g > 0.05 else " . " for g in row) for row in importances.tolist()))
+    print(
+        "\n".join("  ".join(f"{g:.1f}" if g > 0.05 else " . " for g in row) for row in importances.tolist())
+    )
 
     matter = (importances[2] > 0.5).nonzero().flatten().tolist()
     print(f"subcomponents of layer 0 that matter for input 2: {matter}")

@@ -8,11 +8,12 @@ To be run whenever diagnose.py measures something else than before.
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rankone.diagnose import diagnose
-from rankone.runs.run import open_as_it_is
+from rankone.runs.run import load_run
 
 RUNS = (
     "resid_mlp1-default-seed0-beta3-1e-07",
@@ -28,8 +29,9 @@ RUNS = (
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    config, result, steps = open_as_it_is(directory)
-    return diagnose(result, config.target.sampler(config.batch_size), steps_done=steps).numbers
+    run = load_run(directory)
+    data = run.config.target.data(run.config.batch_size)
+    return asdict(diagnose(run.result, data, steps_done=run.steps).numbers)
 
 
 def rounded(value: Any) -> Any:
@@ -40,5 +42,5 @@ def rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    found = {name: rounded(measured(Path(sys.argv[1]) / "runs" / name)) for name in RUNS}
-    Path(__file__).with_name("diagnosed.json").write_text(json.dumps(found, indent=1) + "\n")
+    numbers = {name: rounded(measured(Path(sys.argv[1]) / "work" / name)) for name in RUNS}
+    Path(__file__).with_name("diagnosed.json").write_text(json.dumps(numbers, indent=1) + "\n")

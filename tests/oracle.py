@@ -134,7 +134,10 @@ def stochastic_recon(
     for r in R:
         for b, x in enumerate(X):
             target = f(x, [layer.W for layer in layers])
-            masked = [masked_matrix(layer, mask(raw_importances(layer, x), r[l][b])) for l, layer in enumerate(layers)]
+            masked = [
+                masked_matrix(layer, mask(raw_importances(layer, x), r[l][b]))
+                for l, layer in enumerate(layers)
+            ]
             total = total + D(f(x, masked), target)
     return total / (len(R) * len(X))
 

@@ -39,7 +39,9 @@ def test_a_shuffling_dataloader_is_reproducible_and_leaves_the_global_generator_
 def test_data_that_ends():
     with pytest.raises(RankoneError, match=r"data gave 2 batches and then no more.*not a generator"):
         take((torch.zeros(1) for _ in range(2)), 3)
-    with pytest.raises(RankoneError, match=r"data is a tensor of shape \(100, 8\).*Pass \[tensor\].*DataLoader"):
+    with pytest.raises(
+        RankoneError, match=r"data is a tensor of shape \(100, 8\).*Pass \[tensor\].*DataLoader"
+    ):
         take(torch.rand(100, 8), 1)
     with pytest.raises(RankoneError, match="data is empty"):
         take([], 1)

@@ -11,6 +11,8 @@ from conftest import small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
 from rankone.data import batches
 from rankone.evaluate import evaluate
+from rankone.files import load_sealed, save_sealed
+from rankone.masks import Mask
 
 CONFIG = DecompositionConfig(steps=4, log_every=2, importance={"kind": "mlp", "options": {"d_gate": 4}})
 
@@ -58,7 +60,9 @@ def test_ablation(made):
         RankoneError, match=r"holds numbers of type torch.float32; expected indices or a boolean choice"
     ):
         decomposition.ablated({"0": decomposition.importances(x)["0"][0]})
-    with pytest.raises(RankoneError, match=r"keep\['0'\] names subcomponent 5, but the layer has subcomponents 0 to 4"):
+    with pytest.raises(
+        RankoneError, match=r"keep\['0'\] names subcomponent 5, but the layer has subcomponents 0 to 4"
+    ):
         decomposition.ablated({"0": [5]})
     with pytest.raises(RankoneError, match=r"a boolean choice needs C = 5 entries"):
         decomposition.ablated({"0": torch.tensor([True])})
@@ -93,7 +97,7 @@ def test_a_damaged_artifact_is_refused(made, tmp_path):
     target, decomposition = made
     path = decomposition.save(tmp_path / "d") / "components.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(RankoneError, match=r"components.safetensors cannot be read"):
+    with pytest.raises(RankoneError, match=r"components.safetensors was changed after rankone wrote it"):
         rankone.load(tmp_path / "d", target)
 
 
@@ -103,12 +107,14 @@ def test_files_of_two_artifacts_cannot_be_mixed(made, tmp_path):
     decomposition.save(tmp_path / "a")
     other.save(tmp_path / "b")
     (tmp_path / "a/components.safetensors").write_bytes((tmp_path / "b/components.safetensors").read_bytes())
-    with pytest.raises(RankoneError, match=r"components.safetensors and decomposition.json do not belong together"):
+    with pytest.raises(RankoneError, match=r"a/components.safetensors was changed after rankone wrote it"):
         rankone.load(tmp_path / "a", target)
-    history = tmp_path / "b/history.jsonl"
-    history.write_text(history.read_text()[:-5])
-    with pytest.raises(RankoneError, match=r"history.jsonl is missing or was changed"):
+    description = tmp_path / "b/decomposition.json"
+    description.write_text(description.read_text().replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(RankoneError, match=r"b/decomposition.json was changed after rankone wrote it"):
         rankone.load(tmp_path / "b", target)
+    (tmp_path / "b/manifest.json").unlink()  # as somebody may send it: the one sealed file says all
+    assert rankone.load(tmp_path / "b", target).history == other.history
 
 
 def test_buffers_of_importance_functions_are_part_of_it(tmp_path):
@@ -130,9 +136,9 @@ def test_buffers_of_importance_functions_are_part_of_it(tmp_path):
         )
         target = small_mlp()
         decomposition = rankone.decompose(target, uniform(), {"0": 3}, config)
-        assert decomposition.model.layers["0"].importance.seen == config.steps
+        assert decomposition.model.importance.functions["0"].seen == config.steps
         loaded = rankone.load(decomposition.save(tmp_path / "d"), target)
-        assert loaded.model.layers["0"].importance.seen == config.steps
+        assert loaded.model.importance.functions["0"].seen == config.steps
         assert "0.importance.seen" not in decomposition.model.trained()
     finally:
         del rankone.importance.IMPORTANCES["counting"]
@@ -155,10 +161,11 @@ def test_a_target_made_in_inference_mode_is_refused():
 
 def test_an_artifact_of_another_format_is_refused(made, tmp_path):
     target, decomposition = made
-    path = decomposition.save(tmp_path / "d") / "decomposition.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+    tensors, info = load_sealed(decomposition.save(tmp_path / "d") / "components.safetensors")
+    (tmp_path / "e").mkdir()
+    save_sealed(tmp_path / "e/components.safetensors", tensors, info | {"format": 99})
     with pytest.raises(RankoneError, match="has format 99; this version of rankone"):
-        rankone.load(tmp_path / "d", target)
+        rankone.load(tmp_path / "e", target)
 
 
 def test_output_getters_survive(tmp_path):
@@ -174,7 +181,9 @@ def test_output_getters_survive(tmp_path):
     rankone.decompose(target, uniform(), {"a": 3}, CONFIG, output=0).save(tmp_path / "index")
     assert rankone.load(tmp_path / "index", target).importances(torch.rand(2, 4))["a"].shape == (2, 3)
     rankone.decompose(target, uniform(), {"a": 3}, CONFIG, output=lambda r: r[0]).save(tmp_path / "function")
-    with pytest.raises(RankoneError, match=r"was made with the function .*<lambda> as output=; pass it to load"):
+    with pytest.raises(
+        RankoneError, match=r"was made with the function .*<lambda> as output=; pass it to load"
+    ):
         rankone.load(tmp_path / "function", target)
     assert rankone.load(tmp_path / "function", target, output=lambda r: r[0]).layers == ["a"]
 
@@ -203,7 +212,9 @@ def test_kl_on_a_language_shaped_model():
     torch.manual_seed(0)
     target = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).eval()
     config = DecompositionConfig(steps=3, divergence="kl")
-    decomposition = rankone.decompose(target, lambda g: torch.randint(0, 11, (2, 5), generator=g), {"*": 8}, config)
+    decomposition = rankone.decompose(
+        target, lambda g: torch.randint(0, 11, (2, 5), generator=g), {"*": 8}, config
+    )
     assert decomposition.importances(torch.zeros(2, 5, dtype=torch.long))["0"].shape == (2, 5, 8)
 
 
@@ -229,7 +240,9 @@ def test_resume_needs_a_directory_and_a_directory_is_not_overwritten(tmp_path):
 
 
 def test_a_config_may_be_a_plain_mapping():
-    decomposition = rankone.decompose(small_mlp(), uniform(), {"0": 3}, {"steps": 2, "optimizer": {"lr": 0.1}})
+    decomposition = rankone.decompose(
+        small_mlp(), uniform(), {"0": 3}, {"steps": 2, "optimizer": {"lr": 0.1}}
+    )
     assert decomposition.config.optimizer.lr == 0.1
     with pytest.raises(RankoneError, match=r"stepz: unknown setting. Did you mean 'steps'"):
         rankone.decompose(small_mlp(), uniform(), {"0": 3}, {"stepz": 2})
@@ -245,11 +258,13 @@ def test_evaluation_uses_the_divergence_of_training(tmp_path):
     decomposition = rankone.decompose(target, uniform(), {"0": 3}, CONFIG, divergence=absolute)
     x = next(batches(uniform(), 0, stream="evaluation"))
     model = decomposition.model
-    expected = absolute(model.masked(x, {"0": torch.ones(3)}), target(x)).mean().item()
+    expected = absolute(model.masked(x, {"0": Mask(torch.ones(3))}), target(x)).mean().item()
     measured = evaluate(decomposition, uniform(), n_batches=1).reconstruction["ones"]
     assert measured == pytest.approx(expected)
     path = decomposition.save(tmp_path / "d")
-    with pytest.raises(RankoneError, match=r"made with the function .*absolute as divergence=; pass it to load"):
+    with pytest.raises(
+        RankoneError, match=r"made with the function .*absolute as divergence=; pass it to load"
+    ):
         rankone.load(path, target)
     assert rankone.load(path, target, divergence=absolute).divergence is absolute
 

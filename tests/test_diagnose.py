@@ -14,9 +14,10 @@ import rankone
 from conftest import rankone_main, small_mlp, uniform
 from rankone import RankoneError
 from rankone.data import WeightedBatch
-from rankone.diagnose import _falling, _findings, diagnose, insert_identity
+from rankone.diagnose import Identity, Numbers, _falling, diagnose, findings
+from rankone.patching import insert_identity
 from rankone.runs.config import experiment_config
-from rankone.runs.run import open_as_it_is, run
+from rankone.runs.run import load_run, run
 
 BETA3 = "losses.importance_minimality.coefficient"
 
@@ -34,23 +35,27 @@ def made(tmp_path_factory):
         "identity, too high": ["tms_5-2-id", "steps=2000", f"{BETA3}={30 * 3e-3}"],
     }
     folder = tmp_path_factory.mktemp("wrong")
-    for name, assignments in changes.items():  # in processes of their own, where shapes are not checked at every call
+    for (
+        name,
+        assignments,
+    ) in changes.items():  # in processes of their own, where shapes are not checked at every call
         words = [sys.executable, "-m", "rankone", "run", *assignments, "--out", str(folder / name)]
         subprocess.run(words, check=True, capture_output=True)
     return folder
 
 
 def faults(folder):
-    config, result, steps = open_as_it_is(folder)
-    found = diagnose(result, config.target.sampler(config.batch_size), steps_done=steps)
+    opened = load_run(folder)
+    data = opened.config.target.data(opened.config.batch_size)
+    found = diagnose(opened.result, data, steps_done=opened.steps)
     return {finding.name: finding for finding in found.findings}, found.numbers
 
 
 def test_nothing_is_wrong_with_a_good_run(made, capsys):
     found, numbers = faults(made / "right")
     assert not found
-    assert numbers["alive"] == {"embed": 5, "unembed": 5}
-    assert numbers["divergence"]["stochastic"] < 3 * numbers["superposition_noise"]
+    assert numbers.alive == {"embed": 5, "unembed": 5}
+    assert numbers.divergence["stochastic"] < 3 * numbers.superposition_noise
     rankone_main(["diagnose", str(made / "right")])
     said = capsys.readouterr().out
     assert "Nothing wrong was found." in said
@@ -59,17 +64,21 @@ def test_nothing_is_wrong_with_a_good_run(made, capsys):
 
 def test_coefficient_thirty_times_too_high(made):
     found, numbers = faults(made / "too high")
-    assert found["importance coefficient too high"].do.startswith("lower `losses.importance_minimality.coefficient`")
+    assert found["importance coefficient too high"].do.startswith(
+        "lower `losses.importance_minimality.coefficient`"
+    )
     assert "masked model too far from the target" in found
-    assert max(numbers["inputs_with_an_importance_near_1"].values()) < 0.1
+    assert max(numbers.near_one.values()) < 0.1
     assert not any("raise `losses.importance_minimality" in finding.do for finding in found.values())
 
 
 def test_coefficient_thirty_times_too_low(made):
     found, numbers = faults(made / "too low")
-    assert found["importance coefficient too low"].do.startswith("raise `losses.importance_minimality.coefficient`")
+    assert found["importance coefficient too low"].do.startswith(
+        "raise `losses.importance_minimality.coefficient`"
+    )
     assert not any("lower `losses" in finding.do for finding in found.values())
-    assert numbers["alive"]["embed"] > 5
+    assert numbers.alive["embed"] > 5
 
 
 def test_fewer_subcomponents_than_mechanisms(made):
@@ -95,7 +104,10 @@ HIGH, LOW = "importance coefficient too high", "importance coefficient too low"
         ("resid_mlp1-default-seed0-beta3-1e-06", {LOW, "unconverged"}),
         ("resid_mlp1-default-seed0", set()),
         ("resid_mlp1-default-seed0-beta3-0.0001", {HIGH, "unfaithful"}),
-        ("resid_mlp1-default-seed0-beta3-0.001", {HIGH, "unfaithful", "masked model too far from the target"}),
+        (
+            "resid_mlp1-default-seed0-beta3-0.001",
+            {HIGH, "unfaithful", "masked model too far from the target"},
+        ),
         ("resid_mlp2-default-seed0", {"unfaithful"}),
         ("tms_40-10-default-seed1", set()),
         ("tms_40-10-id-default-seed1", set()),
@@ -104,8 +116,9 @@ HIGH, LOW = "importance coefficient too high", "importance coefficient too low"
 )
 def test_large_runs_are_judged_rightly(name, expected):
     """The numbers of full runs of `rankone reproduce`, which take too long for a test, as measure_diagnosed.py found them."""
-    numbers = json.loads((Path(__file__).parent / "diagnosed.json").read_text())[name]
-    found = {finding.name: finding for finding in _findings(numbers)}
+    stored = json.loads((Path(__file__).parent / "diagnosed.json").read_text())[name]
+    identities = {layer: Identity(**values) for layer, values in stored.pop("identities").items()}
+    found = {finding.name: finding for finding in findings(Numbers(**stored, identities=identities))}
     assert set(found) == expected
     if name == "resid_mlp2-default-seed0":  # it starts from datapoints, which a warm-up would scramble
         assert "warmup" not in found["unfaithful"].do
@@ -114,7 +127,9 @@ def test_large_runs_are_judged_rightly(name, expected):
 def test_a_penalty_that_moves_is_not_taken_for_a_falling_loss():
     moving = {"coefficient": 1.0, "coefficient_start": 5.0, "hold": 0.2, "anneal": 0.5}
     config = rankone.DecompositionConfig(steps=100, log_every=5, losses={"importance_minimality": moving})
-    history = [{"step": s, "loss": {"total": 5.0 if s < 70 else 1.0}, "l0": {"0": 3.0}} for s in range(0, 100, 5)]
+    history = [
+        {"step": s, "loss": {"total": 5.0 if s < 70 else 1.0}, "l0": {"0": 3.0}} for s in range(0, 100, 5)
+    ]
     result = rankone.decompose(small_mlp(), uniform(), {"0": 12}, {"steps": 1})
     later = dataclasses.replace(result, config=config, history=history)
     assert _falling(later) == {"loss": 0.0, "l0": 0.0}
@@ -153,7 +168,7 @@ def test_a_run_that_is_being_written_a_changed_config_and_a_damaged_checkpoint(t
     (tmp_path / "config.yaml").write_text(settings.replace("embed: 20", "embed: 10"))
     with pytest.raises(SystemExit):
         rankone_main(["diagnose", str(tmp_path)])
-    assert "was written for other layers: embed had C = 20 and has 10" in capsys.readouterr().err
+    assert "config.yaml was changed after rankone wrote it" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "config.yaml").write_text(settings)
     (tmp_path / "checkpoints" / "step-000000100.safetensors").write_bytes(b"cut")
     with pytest.raises(SystemExit):
@@ -162,7 +177,7 @@ def test_a_run_that_is_being_written_a_changed_config_and_a_damaged_checkpoint(t
 
 
 def test_a_kept_run_is_told_from_a_whole_one(capsys):
-    kept = Path(__file__).parent.parent / "results" / "tms_5-2-default-seed0"
+    kept = Path(__file__).parent.parent / "results" / "runs" / "tms_5-2-default-seed0"
     with pytest.raises(SystemExit):
         rankone_main(["diagnose", str(kept)])
     said = " ".join(capsys.readouterr().err.split())
@@ -173,9 +188,10 @@ def test_a_kept_run_is_told_from_a_whole_one(capsys):
 def test_no_run_and_no_checkpoint_are_explained(tmp_path, capsys):
     with pytest.raises(SystemExit):
         rankone_main(["diagnose", str(tmp_path)])
-    assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err
-    rankone_main(["config", "show", "tms_5-2"])
-    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    assert "is not a run directory: it has no manifest.json" in " ".join(capsys.readouterr().err.split())
+    config = experiment_config("tms_5-2", assignments=["steps=20", "batch_size=64"])
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path, observer=_stop_after(0))
     with pytest.raises(SystemExit):
         rankone_main(["diagnose", str(tmp_path)])
     assert "has no checkpoint yet" in capsys.readouterr().err
@@ -190,7 +206,7 @@ def test_an_identity_in_a_model_of_ones_own():
     result = rankone.decompose(changed, uniform(rows=200), {"*": 12}, {"steps": 5})
     assert result.layers == ["0.module", "0.identity", "2"]
     found = diagnose(result, uniform(rows=200))
-    assert found.numbers["identities"]["0.identity"]["rank"] == 6
+    assert found.numbers.identities["0.identity"].rank == 6
     # After five steps it is not found again, and this is said.
     assert "known mechanism not recovered" in {finding.name for finding in found.findings}
 
@@ -198,25 +214,30 @@ def test_an_identity_in_a_model_of_ones_own():
 def test_an_identity_comes_back_when_settings_are_right_and_only_then(made):
     found, numbers = faults(made / "identity, right")
     assert not found
-    known = numbers["identities"]["hidden.0"]
-    assert (known["rank"], known["alive"]) == (2, 2)
-    assert known["missing"] < 0.1
+    known = numbers.identities["hidden.0"]
+    assert (known.rank, known.alive) == (2, 2)
+    assert known.missing < 0.1
     found, numbers = faults(made / "identity, too high")
-    assert found["known mechanism not recovered"].do.startswith("lower `losses.importance_minimality.coefficient`")
+    assert found["known mechanism not recovered"].do.startswith(
+        "lower `losses.importance_minimality.coefficient`"
+    )
 
 
 def identity_by_hand():
     """A decomposition of an identity as its own six unit matrices, all important on every input; six more have no size."""
     changed = insert_identity(small_mlp(), "0")
-    result = rankone.decompose(changed, uniform(rows=200), {"0.identity": 12}, {"steps": 1, "optimizer": {"lr": 1e-12}})
+    result = rankone.decompose(
+        changed, uniform(rows=200), {"0.identity": 12}, {"steps": 1, "optimizer": {"lr": 1e-12}}
+    )
     layer = result.model.layer("0.identity")
     with torch.no_grad():
         layer.subcomponents.U.zero_()
         layer.subcomponents.U[:, :6] = torch.eye(6)
         layer.subcomponents.V[:6] = torch.eye(6)
-        for p in layer.importance.parameters():
+        gates = result.model.importance.functions["0.identity"]
+        for p in gates.parameters():
             p.zero_()
-        layer.importance.b_out[:6] = 1
+        gates.b_out[:6] = 1
     return result, layer
 
 
@@ -225,22 +246,23 @@ def test_an_identity_that_comes_back_whole():
     result, _ = identity_by_hand()
     found = diagnose(result, uniform(rows=200))
     whole = {"rank": 6, "alive": 6, "act_together": 1.0, "missing": 0.0}
-    assert found.numbers["identities"]["0.identity"] == pytest.approx(whole)
+    assert dataclasses.asdict(found.numbers.identities["0.identity"]) == pytest.approx(whole)
     assert "known mechanism not recovered" not in {finding.name for finding in found.findings}
 
 
 def test_a_subcomponent_that_is_almost_never_used_does_not_make_an_identity_two_mechanisms():
     result, layer = identity_by_hand()
+    gates = result.model.importance.functions["0.identity"]
     with torch.no_grad():
         layer.subcomponents.V[6] = torch.eye(6)[0]
         x = torch.cat([torch.rand(600, 4) for _ in range(2)])
         reading = result.model.inner(result.model.clean(x))["0.identity"][:, 6]
         # One neuron that is on for the largest inputs only: for one datapoint of 1,200, then for every tenth.
-        layer.importance.w_in[6, 0] = 1e4
-        layer.importance.w_out[6, 0] = 1.0
+        gates.w_in[6, 0] = 1e4
+        gates.w_out[6, 0] = 1.0
         for rank, alive in ((1, 6), (120, 7)):
-            layer.importance.b_in[6, 0] = -1e4 * reading.sort(descending=True).values[rank : rank + 2].mean()
-            assert diagnose(result, [x], n_batches=1).numbers["identities"]["0.identity"]["alive"] == alive
+            gates.b_in[6, 0] = -1e4 * reading.sort(descending=True).values[rank : rank + 2].mean()
+            assert diagnose(result, [x], n_batches=1).numbers.identities["0.identity"].alive == alive
 
 
 def test_rows_count_with_their_weights():
@@ -250,7 +272,7 @@ def test_rows_count_with_their_weights():
     with torch.no_grad():
         x = torch.rand(200, 4)
         for name, h in result.model.inner(result.model.clean(x)).items():
-            gates = result.model.layer(name).importance
+            gates = result.model.importance.functions[name]
             for p in gates.parameters():
                 p.zero_()
             # One neuron, which makes one subcomponent certain on half of the datapoints.
@@ -259,16 +281,15 @@ def test_rows_count_with_their_weights():
     copies = diagnose(result, [torch.cat([x, x[:50], x[:50]])], n_batches=1).numbers
     weighted = diagnose(result, [WeightedBatch(x, weights)], n_batches=1).numbers
     plain = diagnose(result, [x], n_batches=1).numbers
-    near_1 = "inputs_with_an_importance_near_1"
-    assert weighted[near_1] == pytest.approx(copies[near_1], rel=1e-5)
-    assert weighted[near_1] != pytest.approx(plain[near_1], rel=1e-3)
-    assert weighted["cut_in_two"] == copies["cut_in_two"]
+    assert weighted.near_one == pytest.approx(copies.near_one, rel=1e-5)
+    assert weighted.near_one != pytest.approx(plain.near_one, rel=1e-3)
+    assert weighted.split_pairs == copies.split_pairs
 
 
 @pytest.mark.parametrize(
     ("layer", "width", "message"),
     [
-        ("3", None, "There is no layer '3' in Sequential. Its layers: 0, 1, 2"),
+        ("3", None, "There is no layer '3'. There are: '0', '1', '2'"),
         ("1", None, r"The output of '1' \(ReLU\) may have any width; pass width="),
         ("", None, "Name the layer after which"),
     ],
@@ -303,12 +324,12 @@ def test_outputs_of_any_form(form):
     result = rankone.decompose(Net().eval(), data, {"*": 8}, {"steps": 3}, divergence=mse)
     with torch.no_grad():
         for name, everywhere in (("first", 1.0), ("second", 0.5)):
-            for p in result.model.layer(name).importance.parameters():
+            for p in result.model.importance.functions[name].parameters():
                 p.zero_()
-            result.model.layer(name).importance.b_out.fill_(everywhere)
+            result.model.importance.functions[name].b_out.fill_(everywhere)
     found = diagnose(result, data)
-    assert found.numbers["inputs_with_an_importance_near_1"] == {"first": 1.0, "second": 0.0}
-    assert found.numbers["alive"] == {"first": 8, "second": 8}
+    assert found.numbers.near_one == {"first": 1.0, "second": 0.0}
+    assert found.numbers.alive == {"first": 8, "second": 8}
 
 
 def test_an_identity_does_not_change_the_precision_of_its_neighbours():

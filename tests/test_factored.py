@@ -7,13 +7,19 @@ from torch import nn
 
 import rankone
 from rankone import FactoredLinear
-from rankone.fast.factored import Factored, dense, keeping_constants, sharing
-from rankone.losses import LOSSES, StepContext, divergence_named
+from rankone.adapters import dense
+from rankone.fast.factored import Factored
+from rankone.fast.products import keeping_constants, sharing
+from rankone.fast.step import FastStep
+from rankone.losses import LOSSES, mse
+from rankone.step import Step
 
 
 def stream(rows: tuple[int, ...] = (6,), d: int = 50) -> Factored:
     torch.manual_seed(0)
-    terms = [(torch.randn(*rows, k, dtype=torch.float64), torch.randn(d, k, dtype=torch.float64)) for k in (3, 2)]
+    terms = [
+        (torch.randn(*rows, k, dtype=torch.float64), torch.randn(d, k, dtype=torch.float64)) for k in (3, 2)
+    ]
     return Factored(*terms)
 
 
@@ -61,7 +67,7 @@ def test_changing_in_place_changes_a_copy():
     x.mul_(3)
     torch.testing.assert_close(x.dense(), plain)
     W = torch.randn(4, 50, dtype=torch.float64)
-    with sharing():
+    with sharing({}):
         first = F.linear(x, W).relu_()
         torch.testing.assert_close(F.linear(x, W), plain @ W.T)
         assert first.is_contiguous()
@@ -97,13 +103,13 @@ def test_products_are_shared_within_a_step_and_never_stale():
     W = torch.randn(5, 50, requires_grad=True)
     D = torch.randn(50, 3, requires_grad=True)
     c = torch.randn(400, 3)
-    with sharing():
+    with sharing({}):
         first, second = (Factored((c, D)).read(W) for _ in range(2))
         assert first is second
         with torch.no_grad():
             W.mul_(2)
         torch.testing.assert_close(Factored((c, D)).read(W), 2 * first, rtol=1e-3, atol=1e-3)
-    with sharing():
+    with sharing({}):
         assert Factored((c, D)).read(W) is not first
 
 
@@ -113,21 +119,24 @@ def test_a_frozen_last_term_does_not_freeze_what_came_before():
     with keeping_constants():
         for _ in range(5):
             c = torch.randn(400, 3)
-            with sharing():
+            with sharing({}):
                 x = Factored((c, D)) + Factored((position, D))
                 torch.testing.assert_close(x.read(W), (c + position) @ D.T @ W.T, rtol=1e-4, atol=1e-4)
             del c, x
 
 
 def test_products_of_frozen_weights_are_kept_until_they_change():
-    W, D = nn.Parameter(torch.randn(5, 50), requires_grad=False), nn.Parameter(torch.randn(50, 3), requires_grad=False)
+    W, D = (
+        nn.Parameter(torch.randn(5, 50), requires_grad=False),
+        nn.Parameter(torch.randn(50, 3), requires_grad=False),
+    )
     c = torch.randn(400, 3)
     with keeping_constants():
-        with sharing():
+        with sharing({}):
             before = Factored((c, D)).read(W)
         with torch.no_grad():
             W.mul_(3)
-        with sharing():
+        with sharing({}):
             torch.testing.assert_close(Factored((c, D)).read(W), 3 * before, rtol=1e-3, atol=1e-3)
 
 
@@ -152,9 +161,9 @@ class Stream(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("engine", [Step, FastStep])
 @pytest.mark.parametrize("which", ["read.*", "write.*", "*"])
-def test_a_users_residual_network_decomposes_the_same_either_way(exact, which):
+def test_a_users_residual_network_decomposes_the_same_either_way(engine, which):
     torch.manual_seed(0)
     plain = Stream(factored=False).eval()
     factored = Stream(factored=True).eval()
@@ -163,9 +172,8 @@ def test_a_users_residual_network_decomposes_the_same_either_way(exact, which):
     found = []
     for target in (plain, factored):
         model = rankone.DecomposedModel(target, {which: 12})
-        with sharing():
-            context = StepContext.of(model, batch, divergence_named("mse"), seed=1, exact=exact)
-            total = sum(loss().value(context) for loss in LOSSES.values())
+        with engine.ready(model):
+            total, _ = engine(model, batch, {name: LOSSES[name]() for name in LOSSES}, mse, seed=1).total()
         found.append([total, *torch.autograd.grad(total, list(model.trained().values()))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -14,10 +14,13 @@ from conftest import ROOT, small_mlp
 from rankone.config import DecompositionConfig
 from rankone.data import generator_for
 from rankone.errors import RankoneError
+from rankone.fast import compiled
 from rankone.fast import gates as fast
-from rankone.importance import lower_leaky, make_importance, upper_leaky
-from rankone.losses import StepContext, divergence_named, mask_key
-from rankone.masks import uniform
+from rankone.fast.step import FastStep
+from rankone.importance import MLPImportance, lower_leaky, upper_leaky
+from rankone.losses import mse
+from rankone.masks import Mask, uniform
+from rankone.step import Penalty, Step
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import runs
@@ -26,7 +29,7 @@ KEY = 0x1234_5678_9ABC_DEF0
 
 
 def gate(C: int, d_gate: int, scale: float = 1.0):
-    function = make_importance("mlp", {"d_gate": d_gate}, C, torch.Generator().manual_seed(0))
+    function = MLPImportance(C, torch.Generator().manual_seed(0), d_gate=d_gate)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in function.parameters():
@@ -35,9 +38,9 @@ def gate(C: int, d_gate: int, scale: float = 1.0):
     return function
 
 
-def gated(function, h, penalty=None, shares=None):
+def gated(function, h, penalty=None, row_weights=None):
     """One layer's gates by the kernels, and its penalty."""
-    made, total = fast.gated({"layer": fast.Gate(function, h, KEY)}, penalty, shares)
+    made, total = fast.gated({"layer": fast.Gate(function, h, KEY)}, penalty, row_weights)
     return made["layer"], total
 
 
@@ -58,15 +61,15 @@ def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p, saturation):
     exact = gate(7, d_gate, scale).double()
     h = (torch.randn(300, 7) * (torch.rand(300, 7) < 0.6)).requires_grad_()
     H = h.detach().double().requires_grad_()
-    shares = torch.rand(300)
-    shares /= shares.sum()
+    weights = torch.rand(300)
+    weights /= weights.sum()
     eps = 1e-3 if p < 1 else 0.0
-    made, paid = gated(quick, h, fast.Penalty(p, eps, saturation), shares)
+    made, paid = gated(quick, h, Penalty(p, eps, saturation), weights)
     raw = exact(H)
     g = lower_leaky(raw)
     mask = g + (1 - g) * uniform(KEY, raw)
     q = (upper_leaky(raw) + eps).pow(p)
-    penalty = ((1 + saturation) * q / (1 + saturation * q)).sum(-1) @ shares.double()
+    penalty = ((1 + saturation) * q / (1 + saturation * q)).sum(-1) @ weights.double()
     literal = (raw, mask, mask * H, penalty)
     for ours, theirs in zip((*made, paid), literal, strict=True):
         assert relative(ours, theirs) < 1e-4
@@ -90,7 +93,10 @@ def test_activations_that_interpolation_finds_hard(h):
         x[17] *= 1000
     scale = {"narrow": 1e-4, "very narrow": 1e-8, "narrow and far": 1e-3}.get(h, 1.0)
     x = x * scale + (100 if h == "narrow and far" else 0)
-    quick, exact = gate(4, 16, 30.0 if h == "steep" else 1.0), gate(4, 16, 30.0 if h == "steep" else 1.0).double()
+    quick, exact = (
+        gate(4, 16, 30.0 if h == "steep" else 1.0),
+        gate(4, 16, 30.0 if h == "steep" else 1.0).double(),
+    )
     x.requires_grad_()
     X = x.detach().double().requires_grad_()
     made, _ = gated(quick, x)
@@ -165,8 +171,8 @@ def test_results_do_not_depend_on_the_number_of_threads():
     for threads in (1, 2):
         torch.set_num_threads(threads)
         function, x = gate(40, 16), h.clone().requires_grad_()
-        made, paid = gated(function, x, fast.Penalty(1.0, 0.0))
-        total = (made.carried * weight + made.mask).sum() + paid
+        made, paid = gated(function, x, Penalty(1.0, 0.0))
+        total = (made.masked * weight + made.mask).sum() + paid
         found.append([*made, *torch.autograd.grad(total, [x, *function.parameters()])])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -175,7 +181,7 @@ def test_a_layer_that_a_loss_does_not_use_has_no_gradient():
     """Not one of zeros: the optimiser would go on moving the layer by what it remembers."""
     a, b = gate(3, 4), gate(3, 4)
     h = torch.randn(200, 3, requires_grad=True)
-    made, paid = fast.gated({"a": fast.Gate(a, h, KEY), "b": fast.Gate(b, h, KEY)}, fast.Penalty(1.0, 0.0))
+    made, paid = fast.gated({"a": fast.Gate(a, h, KEY), "b": fast.Gate(b, h, KEY)}, Penalty(1.0, 0.0))
     wanted = [*a.parameters(), *b.parameters()]
     found = torch.autograd.grad(made["b"].raw.sum(), wanted, allow_unused=True, retain_graph=True)
     assert [g is None for g in found] == 4 * [True] + 4 * [False]
@@ -186,7 +192,7 @@ def test_a_layer_that_a_loss_does_not_use_has_no_gradient():
 def test_values_of_losses_are_the_callers_own():
     model = rankone.DecomposedModel(small_mlp(), {"*": 5})
     loss = rankone.losses.LOSSES["importance_minimality"]()
-    context = StepContext.of(model, torch.rand(200, 4), divergence_named("mse"), penalty=loss.penalty(0.0))
+    context = FastStep(model, torch.rand(200, 4), {"minimality": loss}, mse)
     first = loss.value(context)
     before = first.item()
     with torch.no_grad():
@@ -200,8 +206,8 @@ def test_senseless_activations_give_senseless_importances_and_no_crash(value):
     h[17, 1] = value
     h.requires_grad_()
     function = gate(3, 4)
-    made, paid = gated(function, h, fast.Penalty(2.0, 0.0))
-    (made.carried.sum() + paid).backward()
+    made, paid = gated(function, h, Penalty(2.0, 0.0))
+    (made.masked.sum() + paid).backward()
     assert torch.isfinite(made.raw[:, [0, 2]]).all()
     if not np.isfinite(value):
         assert not torch.isfinite(paid)
@@ -210,7 +216,7 @@ def test_senseless_activations_give_senseless_importances_and_no_crash(value):
 def test_a_constant_inner_activation():
     made, _ = gated(function := gate(3, 4), h := torch.full((200, 3), 0.7, requires_grad=True))
     torch.testing.assert_close(made.raw, function(h))
-    made.carried.sum().backward()
+    made.masked.sum().backward()
     assert torch.isfinite(h.grad).all()
 
 
@@ -225,7 +231,9 @@ def test_losses_and_gradients_of_the_papers_runs(name, engine):
 
 @pytest.mark.parametrize("engine", ["fast", "exact"])
 def test_three_blocks_with_wide_gates(engine):
-    run = runs.residual("small", runs.Residual(n_features=20, n_blocks=3, n_neurons=7, C=30, d_gate=128), batch=700)
+    run = runs.residual(
+        "small", runs.Residual(n_features=20, n_blocks=3, n_neurons=7, C=30, d_gate=128), batch=700
+    )
     errors = runs.disagreement(run, engine)
     assert errors["gradient"] < (3e-4 if engine == "fast" else 5e-6)
 
@@ -235,12 +243,11 @@ def test_other_importance_functions_and_more_samples_take_the_plain_way(kind):
     """Both engines are then the same, whatever is mixed."""
     model = rankone.DecomposedModel(small_mlp(), {"*": 5}, importance=kind)
     batch = torch.rand(200, 4)
-    mse = divergence_named("mse")
     recon = rankone.losses.LOSSES["stochastic_recon"](samples=3)
-    values = [recon.value(StepContext.of(model, batch, mse, exact=exact)).item() for exact in (True, False)]
+    values = [recon.value(engine(model, batch, {}, mse)).item() for engine in (Step, FastStep)]
     assert values[0] == values[1]
     mixed = rankone.DecomposedModel(small_mlp(), {"*": 5})
-    values = [recon.value(StepContext.of(mixed, batch, mse, exact=exact)).item() for exact in (True, False)]
+    values = [recon.value(engine(mixed, batch, {}, mse)).item() for engine in (Step, FastStep)]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
@@ -254,7 +261,7 @@ def test_where_the_kernels_do_not_apply(case):
 def test_layers_with_and_without_kernels_together():
     """Each layer gets its own answer, and the penalty is of those that got one."""
     torch.manual_seed(0)
-    penalty = fast.Penalty(1.0, 0.0)
+    penalty = Penalty(1.0, 0.0)
     few, many = torch.randn(10, 3), torch.randn(200, 3)
     longer = torch.randn(4, 100, 5)
     gates = {"few": (gate(3, 4), few), "many": (gate(3, 4), many), "longer": (gate(5, 4), longer)}
@@ -270,7 +277,7 @@ def test_layers_with_and_without_kernels_together():
 def test_without_numba_there_is_one_notice_and_the_same_result(monkeypatch):
     monkeypatch.setitem(sys.modules, "rankone.fast.kernels", None)
     monkeypatch.delattr(rankone, "kernels", raising=False)
-    fast.kernels.cache_clear()
+    compiled.kernels.cache_clear()
     config = DecompositionConfig(steps=5, importance={"options": {"d_gate": 4}}, log_every=1)
 
     def data(generator):
@@ -280,27 +287,29 @@ def test_without_numba_there_is_one_notice_and_the_same_result(monkeypatch):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             without = rankone.decompose(small_mlp(), data, {"*": 5}, config)
-        notices = [str(w.message) for w in caught if issubclass(w.category, fast.MissingKernels)]
+        notices = [str(w.message) for w in caught if issubclass(w.category, compiled.MissingKernels)]
         assert len(notices) == 1
         assert "numba is missing" in notices[0]
         assert "pip install" in notices[0]
     finally:
-        fast.kernels.cache_clear()
+        compiled.kernels.cache_clear()
     exact = rankone.decompose(small_mlp(), data, {"*": 5}, config.model_copy(update={"engine": "exact"}))
     assert [r["loss"] for r in without.history] == [r["loss"] for r in exact.history]
 
 
-@pytest.mark.parametrize("engine", ["fast", "exact"])
+@pytest.mark.parametrize("engine", [FastStep, Step])
 def test_an_activation_that_works_in_place(engine):
     """Outputs that the target overwrites must not be taken for what the layer returned."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 4)).eval()
-    in_place = nn.Sequential(plain[0], nn.ReLU(inplace=True), plain[2], nn.ReLU(inplace=True), plain[4]).eval()
+    in_place = nn.Sequential(
+        plain[0], nn.ReLU(inplace=True), plain[2], nn.ReLU(inplace=True), plain[4]
+    ).eval()
     batch = torch.randn(200, 4)
     found = []
     for target in (plain, in_place):
         model = rankone.DecomposedModel(target, {"0": 8, "2": 8, "4": 8})
-        context = StepContext.of(model, batch, divergence_named("mse"), seed=3, exact=engine == "exact")
+        context = engine(model, batch, {}, mse, seed=3)
         losses = [rankone.losses.LOSSES[n]() for n in ("stochastic_recon", "stochastic_recon_layerwise")]
         total = sum(loss.value(context) for loss in losses)
         found.append([total, *torch.autograd.grad(total, list(model.trained().values()))])
@@ -322,24 +331,26 @@ def test_outputs_of_replaced_layers_are_ordinary_tensors(bias):
             y = torch.relu_(self.a(x))
             return self.b(y.view(2000, -1)).view(-1, 4)
 
-    result = rankone.decompose(Picky().eval(), lambda g: torch.randn(2000, 64, generator=g), {"*": 20}, {"steps": 2})
+    result = rankone.decompose(
+        Picky().eval(), lambda g: torch.randn(2000, 64, generator=g), {"*": 20}, {"steps": 2}
+    )
     assert len(result.history) == 2
 
 
 def test_masks_that_are_not_the_samples_own():
     model = rankone.DecomposedModel(small_mlp(), {"*": 5})
     batch = torch.rand(100, 4)
-    context = StepContext.of(model, batch, divergence_named("mse"))
-    masks = {name: 0.5 * mask for name, mask in context.masks("stochastic", 0).items()}
-    torch.testing.assert_close(context.output("stochastic", 0, masks), model.masked(batch, masks))
-    torch.testing.assert_close(context.output("stochastic", 0, {}), context.clean.output)
+    context = FastStep(model, batch, {}, mse)
+    masks = {name: Mask(0.5 * mask.values) for name, mask in context.masks("stochastic", 0).items()}
+    torch.testing.assert_close(context.output(masks), model.masked(batch, masks))
+    torch.testing.assert_close(context.output({}), context.clean.output)
 
 
 def test_factors_in_another_order_in_memory_train_the_same():
     """As torch.linalg.svd gives them."""
     from rankone.components import INITS, kaiming_init
 
-    INITS["columns"] = lambda W, C, g: tuple(t.T.contiguous().T for t in kaiming_init(W, C, g))
+    INITS.register("columns")(lambda W, C, g: tuple(t.T.contiguous().T for t in kaiming_init(W, C, g)))
     try:
         found = [
             rankone.decompose(
@@ -353,7 +364,9 @@ def test_factors_in_another_order_in_memory_train_the_same():
 
 
 def test_keys_differ_between_layers_samples_and_steps():
-    keys = {mask_key(s, t, layer, k) for s in range(3) for t in range(3) for layer in ("a", "b") for k in range(3)}
+    model = rankone.DecomposedModel(small_mlp(), {"*": 5})
+    steps = [Step(model, torch.rand(3, 4), {}, mse, seed=s, index=t) for s in range(3) for t in range(3)]
+    keys = {step.mask_key(layer, k) for step in steps for layer in ("a", "b") for k in range(3)}
     assert len(keys) == 54
     assert all(0 <= key < 1 << 63 for key in keys)
 

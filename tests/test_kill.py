@@ -25,14 +25,30 @@ def test_killed_runs_end_bit_identical():
     ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"3 kills, (\d) of them during training; all resumed runs are bit-identical", done.stdout)
+    found = re.search(
+        r"3 kills, (\d) of them during training; all resumed runs are bit-identical", done.stdout
+    )
     assert found, done.stdout
     assert int(found.group(1)) >= 1
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
 def test_interrupting_the_report_says_how_to_go_on(tmp_path, signum, code):
-    words = [sys.executable, "-u", "-m", "rankone", "run", "tms_5-2", "batch_size=64", "--steps", "20", "--out", "a"]
+    words = [
+        sys.executable,
+        "-u",
+        "-m",
+        "rankone",
+        "run",
+        "tms_5-2",
+        "batch_size=64",
+        "--steps",
+        "20",
+        "--out",
+        "a",
+    ]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
@@ -71,11 +87,15 @@ def test_interrupting_says_how_to_go_on(tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in err
     assert re.search(
-        r"Interrupted at step \d+ of 100000; everything is saved in a run/checkpoints/step-\d+.safetensors", err
+        r"Interrupted at step \d+ of 100000; everything is saved in a run/checkpoints/step-\d+.safetensors",
+        err,
     )
     assert "Go on with: rankone run 'a run' --resume" in err
     process = subprocess.Popen(
-        [sys.executable, "-m", "rankone", "run", "a run", "--resume"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "rankone", "run", "a run", "--resume"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     seen = [process.stdout.readline() for _ in range(2)]

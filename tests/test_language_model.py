@@ -30,7 +30,12 @@ def decomposed():
     def data(generator):
         return {"input_ids": torch.randint(0, 23, (4, 8), generator=generator)}
 
-    layers = {"transformer.wte": 30, "lm_head": 30, "transformer.h.*.attn.c_attn": 20, "transformer.h.*.mlp.*": 16}
+    layers = {
+        "transformer.wte": 30,
+        "lm_head": 30,
+        "transformer.h.*.attn.c_attn": 20,
+        "transformer.h.*.mlp.*": 16,
+    }
     result = rankone.decompose(model, data, layers, CONFIG, output="logits")
     assert (fingerprint(model), {name: set(m.__dict__) for name, m in model.named_modules()}) == before
     return model, result

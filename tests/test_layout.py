@@ -9,38 +9,8 @@ import pytest
 
 from conftest import ROOT
 
-ORDER = [
-    "errors",
-    "checkpoint",
-    "components",
-    "factored",
-    "adapters",
-    "importance",
-    "masks",
-    "kernels",
-    "fast",
-    "data",
-    "surgery",
-    "model",
-    "losses",
-    "config",
-    "trackers",
-    "metrics",
-    "train",
-    "decomposition",
-    "evaluate",
-    "diagnose",
-    "plot",
-    "targets",
-    "experiments",
-    "report",
-    "experiments.run",
-    "experiments.parallel",
-    "experiments.stored",
-    "experiments.reproduce",
-    "progress",
-    "cli",
-]
+ORDER = ["errors", "files", "settings", "data", "components", "adapters", "fast.products", "fast.factored", "importance", "masks", "patching", "model", "step", "losses", "config", "metrics_log", "metrics", "fast.kernels", "fast.compiled", "fast.gates", "fast.step", "fast", "optim", "checkpoint", "train", "decomposition", "evaluate", "diagnose", "report.plots", "targets.base", "targets.sparse", "targets", "runs.config", "runs.summary", "runs.run", "runs.many", "runs.kept", "runs", "report.page", "report", "paper.plan", "paper.tables", "paper.figures", "paper", "console", "watch", "cli"]
+"""A module imports only from those before it."""
 
 
 def imported(path) -> set[str]:
@@ -58,15 +28,26 @@ def imported(path) -> set[str]:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "rankone":
             inside = node.module.removeprefix("rankone").removeprefix(".")
-            found |= {inside} if inside else {alias.name for alias in node.names if alias.name in ORDER}
+            for alias in node.names:
+                full = f"{inside}.{alias.name}".removeprefix(".")
+                if full in ORDER or inside:
+                    found.add(full if full in ORDER else inside)
     return found
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "src/rankone").rglob("*.py")), ids=lambda p: p.relative_to(ROOT / "src/rankone").as_posix()
+    "path",
+    sorted((ROOT / "src/rankone").rglob("*.py")),
+    ids=lambda p: p.relative_to(ROOT / "src/rankone").as_posix(),
 )
 def test_imports_go_upward_only(path):
-    name = path.relative_to(ROOT / "src/rankone").with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    name = (
+        path.relative_to(ROOT / "src/rankone")
+        .with_suffix("")
+        .as_posix()
+        .replace("/", ".")
+        .removesuffix(".__init__")
+    )
     if name in ("__init__", "__main__"):
         return
     place = next(known for known in (name, name.split(".")[0]) if known in ORDER)
@@ -75,13 +56,37 @@ def test_imports_go_upward_only(path):
         assert ORDER.index(known) <= ORDER.index(place), f"{name} imports {other}"
 
 
+def test_the_method_knows_neither_its_accelerator_nor_the_paper():
+    """Algorithm 1 and the losses are plain torch; only training chooses an engine."""
+    for name in ("components", "adapters", "importance", "masks", "patching", "model", "step", "losses"):
+        for other in imported(ROOT / f"src/rankone/{name}.py"):
+            assert other.split(".")[0] not in ("fast", "targets", "runs", "paper", "report"), (
+                f"{name} imports {other}"
+            )
+
+
+def test_no_family_of_targets_is_asked_for_outside_its_file():
+    for path in (ROOT / "src/rankone").rglob("*.py"):
+        if path.parent.name != "targets":
+            assert not re.search(r"\b(TMSTarget|ResidualTarget|SparseTarget)\b", path.read_text()), path
+
+
+def test_lines_are_wrapped():
+    """Text is wrapped: a line that has to be scrolled is not read."""
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= 120, f"{path}:{number}"
+
+
 def tracked() -> list[str]:
     """Files of the repository; without git, every file of the folders that hold them."""
     if shutil.which("git") and (ROOT / ".git").exists():
         words = ["git", "ls-files", "-co", "--exclude-standard"]
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     folders = ("src", "tests", "benchmarks", "examples", "results")
-    found = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file() and p.suffix != ".pyc"]
+    found = [
+        p for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file() and p.suffix != ".pyc"
+    ]
     return [p.relative_to(ROOT).as_posix() for p in [*found, *ROOT.glob("*.md"), ROOT / "pyproject.toml"]]
 
 

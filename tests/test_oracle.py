@@ -11,11 +11,16 @@ from transformers.pytorch_utils import Conv1D
 
 import oracle
 from rankone import DecomposedModel, WeightedBatch
-from rankone.losses import DIVERGENCES, LOSSES, StepContext, mask_key
-from rankone.masks import uniform
+from rankone.data import seed_for
+from rankone.fast.step import FastStep
+from rankone.losses import DIVERGENCES, LOSSES
+from rankone.masks import Mask, uniform
+from rankone.step import Step
 from rankone.targets.tms import TMS
 
-QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+QUICK = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 
 
 class Chain(nn.Module):
@@ -69,11 +74,13 @@ def literal_network(chain: Chain, up_to: int | None = None):
 def literal_layers(model: DecomposedModel, kind: str, activations) -> list[oracle.Layer]:
     gates = {"mlp": oracle.mlp_gate, "linear": oracle.linear_gate, "layer_mlp": oracle.layer_mlp_gate}
     result = []
-    for layer, activation in zip(model.layers.values(), activations, strict=True):
-        function = layer.importance
+    for (name, layer), activation in zip(model.layers.items(), activations, strict=True):
+        function = model.importance.functions[name]
         names = ("w", "b") if kind == "linear" else ("w_in", "b_in", "w_out", "b_out")
         gate = gates[kind](*(getattr(function, n) for n in names))
-        result.append(oracle.Layer(layer.matrix(), layer.subcomponents.U, layer.subcomponents.V, gate, activation))
+        result.append(
+            oracle.Layer(layer.matrix(), layer.subcomponents.U, layer.subcomponents.V, gate, activation)
+        )
     return result
 
 
@@ -86,15 +93,15 @@ def scatter_gates(model: DecomposedModel, seed: int) -> None:
                 p.add_(0.7 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
 
 
-def engine_losses(model, batch, divergence, S, p, seed, eps=1e-6):
-    context = StepContext.of(model, batch, DIVERGENCES[divergence], seed=seed)
-    made = {
+def engine_losses(engine, model, batch, divergence, S, p, seed, eps=1e-6):
+    terms = {
         "faithfulness": LOSSES["faithfulness"](),
         "stochastic_recon": LOSSES["stochastic_recon"](samples=S),
         "stochastic_recon_layerwise": LOSSES["stochastic_recon_layerwise"](samples=S),
         "importance_minimality": LOSSES["importance_minimality"](p=p, eps=eps),
     }
-    return {name: loss.value(context) for name, loss in made.items()}
+    _, values = engine(model, batch, terms, DIVERGENCES[divergence], seed=seed).total()
+    return values
 
 
 def literal_losses(f, layers, X, R, divergence, p, eps=1e-6):
@@ -111,7 +118,9 @@ def draws(model: DecomposedModel, lead: tuple[int, ...], S: int, seed: int) -> l
     """The random numbers the engine draws, sample by sample and layer by layer, as rows per datapoint."""
     return [
         [
-            uniform(mask_key(seed, 0, name, s), torch.zeros(*lead, layer.C, dtype=torch.float64)).flatten(0, -2)
+            uniform(
+                seed_for(seed, f"masks/{name}/{s}", 0), torch.zeros(*lead, layer.C, dtype=torch.float64)
+            ).flatten(0, -2)
             for name, layer in model.layers.items()
         ]
         for s in range(S)
@@ -120,8 +129,12 @@ def draws(model: DecomposedModel, lead: tuple[int, ...], S: int, seed: int) -> l
 
 def assert_same(engine: dict[str, Tensor], literal: dict[str, Tensor], parameters: dict[str, Tensor]) -> None:
     for name, value in literal.items():
-        torch.testing.assert_close(engine[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-        ours = torch.autograd.grad(engine[name], list(parameters.values()), allow_unused=True, retain_graph=True)
+        torch.testing.assert_close(
+            engine[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        ours = torch.autograd.grad(
+            engine[name], list(parameters.values()), allow_unused=True, retain_graph=True
+        )
         theirs = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, retain_graph=True)
         for parameter, a, b in zip(parameters, ours, theirs, strict=True):
             zero = torch.zeros_like(parameters[parameter])
@@ -136,7 +149,9 @@ def assert_same(engine: dict[str, Tensor], literal: dict[str, Tensor], parameter
 
 @QUICK
 @given(
-    kinds=st.lists(st.sampled_from(["linear", "linear_no_bias", "conv1d", "embedding"]), min_size=1, max_size=3),
+    kinds=st.lists(
+        st.sampled_from(["linear", "linear_no_bias", "conv1d", "embedding"]), min_size=1, max_size=3
+    ),
     widths=st.lists(st.integers(1, 4), min_size=4, max_size=4),
     Cs=st.lists(st.integers(1, 5), min_size=3, max_size=3),
     lead=st.sampled_from([(3,), (2, 2)]),
@@ -146,8 +161,9 @@ def assert_same(engine: dict[str, Tensor], literal: dict[str, Tensor], parameter
     S=st.integers(1, 3),
     p=st.sampled_from([0.5, 1.0, 1.5, 2.0]),
     seed=st.integers(0, 1000),
+    engine=st.sampled_from([Step, FastStep]),
 )
-def test_losses_and_gradients(kinds, widths, Cs, lead, importance, init, divergence, S, p, seed):
+def test_losses_and_gradients(kinds, widths, Cs, lead, importance, init, divergence, S, p, seed, engine):
     torch.manual_seed(seed)
     vocabulary = 5
     chain, _ = build(kinds, widths, vocabulary)
@@ -171,13 +187,16 @@ def test_losses_and_gradients(kinds, widths, Cs, lead, importance, init, diverge
         divergence,
         p,
     )
-    assert_same(engine_losses(model, x, divergence, S, p, seed), literal, model.named_tensors())
+    with engine.ready(model):
+        ours = engine_losses(engine, model, x, divergence, S, p, seed)
+    assert_same(ours, literal, model.named_tensors())
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("n_identity", [0, 1])
 @pytest.mark.parametrize("merged", [True, False])
-def test_toy_model_of_superposition(tied, n_identity, merged):
+@pytest.mark.parametrize("engine", [Step, FastStep])
+def test_toy_model_of_superposition(tied, n_identity, merged, engine):
     """The paper's own network, with W and its transpose, and with rows of zeros merged or not."""
     torch.manual_seed(1)
     network = TMS(4, 2, n_identity).double().eval()
@@ -205,12 +224,51 @@ def test_toy_model_of_superposition(tied, n_identity, merged):
     if merged:
         assert batch.weights.tolist() == [1, 1, 1, 1, 2]
     R = draws(model, (rows.shape[0],), 2, 7)
-    if merged:  # in the literal batch both rows of zeros use the one row of random numbers that the merged row drew
+    if (
+        merged
+    ):  # in the literal batch both rows of zeros use the one row of random numbers that the merged row drew
         where = {tuple(row.tolist()): i for i, row in enumerate(rows)}
         index = [where[tuple(row.tolist())] for row in x]
         R = [[r[index] for r in sample] for sample in R]
     literal = literal_losses(f, literal_layers(model, "mlp", entering), list(x), R, "mse", 1.0)
-    assert_same(engine_losses(model, batch, "mse", 2, 1.0, 7), literal, model.named_tensors())
+    with engine.ready(model):
+        ours = engine_losses(engine, model, batch, "mse", 2, 1.0, 7)
+    assert_same(ours, literal, model.named_tensors())
+
+
+@pytest.mark.parametrize("kind", ["linear", "linear_no_bias", "conv1d", "embedding"])
+@pytest.mark.parametrize("engine", [Step, FastStep])
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("somewhere", [True, False])
+def test_masks_that_apply_somewhere_and_keep_the_rest(kind, engine, with_delta, somewhere):
+    """Per datapoint: U diag(m) V + delta (W - U V) where the mask applies, W elsewhere; values and gradients."""
+    torch.manual_seed(0)
+    chain, _ = build([kind, "linear"], [3, 4, 2], 5)
+    model = DecomposedModel(chain, {"layers.*": 3}, seed=1)
+    x = torch.randint(0, 5, (6,)) if kind == "embedding" else torch.randn(6, 3, dtype=torch.float64)
+    masks, matrices = {}, []
+    for name, layer in model.layers.items():
+        values, delta = torch.rand(6, 3, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+        where = torch.tensor([True, False, True, True, False, False])
+        masks[name] = Mask(values, where if somewhere else None, delta if with_delta else None)
+        literal = oracle.Layer(layer.matrix(), layer.subcomponents.U, layer.subcomponents.V, None, None)
+        rows = []
+        for b in range(6):
+            masked = oracle.masked_matrix(literal, values[b])
+            if with_delta:
+                masked = masked + delta[b] * (literal.W - oracle.masked_matrix(literal, torch.ones(3)))
+            rows.append(masked if where[b] or not somewhere else literal.W)
+        matrices.append(rows)
+    f = literal_network(chain)
+    expected = torch.stack([f(row, [rows[b] for rows in matrices]) for b, row in enumerate(x)])
+    with engine.ready(model):
+        output = engine(model, x, {}, DIVERGENCES["mse"]).output(masks)
+    torch.testing.assert_close(output, expected)
+    direction = torch.randn_like(expected)
+    factors = model.factors()
+    ours, theirs = (torch.autograd.grad((y * direction).sum(), factors) for y in (output, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_initial_values_match_method_notes():
@@ -225,7 +283,7 @@ def test_initial_values_match_method_notes():
         overlap = unit @ linear[0].weight @ V[c]
         torch.testing.assert_close(overlap.abs(), U[:, c].norm())
         assert overlap > 0
-    gate = model.layers["0"].importance
+    gate = model.importance.functions["0"]
     assert abs(gate.w_in.std().item() - math.sqrt(2)) < 0.03
     assert abs(gate.w_out.std().item() - 1 / 8) < 0.003
     assert gate.b_in.abs().max() == 0

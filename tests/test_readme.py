@@ -12,10 +12,18 @@ from rankone.runs.config import PRESETS, experiment_file, experiment_names
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
 COMMANDS = [
-    line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.startswith("rankone ")
+    line
+    for kind, block in BLOCKS
+    if kind == "bash"
+    for line in block.splitlines()
+    if line.startswith("rankone ")
 ]
 CHAINS = [
-    line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.startswith("python3 ")
+    line
+    for kind, block in BLOCKS
+    if kind == "bash"
+    for line in block.splitlines()
+    if line.startswith("python3 ")
 ]
 
 
@@ -60,8 +68,12 @@ def test_every_command_in_order(monkeypatch, tmp_path, capsys):
 
 def test_the_two_commands():
     main, test = CHAINS
-    assert main == "python3 -m venv .venv && .venv/bin/pip install '.[report]' && .venv/bin/rankone run tms_5-2"
-    assert test in (ROOT / ".ci/run").read_text().splitlines(), "CI must run the README's test command, word for word"
+    assert (
+        main == "python3 -m venv .venv && .venv/bin/pip install '.[report]' && .venv/bin/rankone run tms_5-2"
+    )
+    assert test in (ROOT / ".ci/run").read_text().splitlines(), (
+        "CI must run the README's test command, word for word"
+    )
 
 
 @pytest.mark.parametrize("code", [block for kind, block in BLOCKS if kind == "python"])
@@ -90,7 +102,11 @@ def test_links_and_documented_files_exist():
             folder = name
         assert (ROOT / (name if name == folder else folder + name)).exists(), line
     listed = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}
-    present = {p.name for p in (ROOT / "src/rankone").iterdir()} - {"__init__.py", "__main__.py", "__pycache__"}
+    present = {p.name for p in (ROOT / "src/rankone").iterdir()} - {
+        "__init__.py",
+        "__main__.py",
+        "__pycache__",
+    }
     assert listed == present
 
 

@@ -6,11 +6,11 @@ from torch import nn
 
 import rankone
 from conftest import small_mlp, uniform
-from rankone.components import datapoint_start
+from rankone.components import datapoints_init
 from rankone.data import batches
+from rankone.masks import Mask
 from rankone.model import DecomposedModel
 from rankone.runs.config import experiment_config
-from rankone.targets import load_target
 from rankone.targets.sparse import SparseFeatures
 
 
@@ -24,7 +24,7 @@ def test_read_vectors_are_inputs_and_the_sum_is_the_matrix_where_they_reach():
     W = torch.randn(3, 6)
     inputs = torch.cat([torch.randn(40, 4), torch.zeros(40, 2)], dim=1)
     inputs[::5] = 0
-    U, V = datapoint_start(W, inputs, 9, torch.Generator().manual_seed(0))
+    U, V = datapoints_init(W, inputs, 9, torch.Generator().manual_seed(0))
     directions = nn.functional.normalize(inputs, dim=1)
     assert ((V @ directions.T).amax(1) > 1 - 1e-5).all()
     torch.testing.assert_close(V.norm(dim=1), torch.ones(9))
@@ -35,9 +35,11 @@ def test_read_vectors_are_inputs_and_the_sum_is_the_matrix_where_they_reach():
 
 def test_rare_directions_are_chosen_like_frequent_ones():
     """One feature in a thousand rows is on once; with as many subcomponents as features each still has its own."""
-    inputs = torch.eye(5)[[0] * 500 + [1] * 300 + [2] * 150 + [3] * 49 + [4]] * torch.linspace(-1, 1, 1000).unsqueeze(1)
+    inputs = torch.eye(5)[[0] * 500 + [1] * 300 + [2] * 150 + [3] * 49 + [4]] * torch.linspace(
+        -1, 1, 1000
+    ).unsqueeze(1)
     for seed in range(5):
-        _, V = datapoint_start(torch.randn(3, 5), inputs, 5, torch.Generator().manual_seed(seed))
+        _, V = datapoints_init(torch.randn(3, 5), inputs, 5, torch.Generator().manual_seed(seed))
         assert sorted(V.abs().argmax(1).tolist()) == [0, 1, 2, 3, 4]
 
 
@@ -45,7 +47,7 @@ def test_rare_directions_are_chosen_like_frequent_ones():
 def test_fewer_directions_than_subcomponents(rows):
     W = torch.randn(3, 4)
     inputs = torch.randn(1, 4) * torch.linspace(-1, 1, rows).unsqueeze(1)
-    U, V = datapoint_start(W, inputs, 7, torch.Generator().manual_seed(0))
+    U, V = datapoints_init(W, inputs, 7, torch.Generator().manual_seed(0))
     assert U.shape == (3, 7)
     assert V.shape == (7, 4)
     torch.testing.assert_close(U @ V, W, atol=1e-4, rtol=1e-4)
@@ -54,13 +56,16 @@ def test_fewer_directions_than_subcomponents(rows):
 def test_superposed_features_have_their_column_from_the_start():
     """In a Toy Model of Superposition most datapoints are one feature: the subcomponent of that datapoint is the column of W."""
     config = experiment_config("tms_5-2", assignments=["init=datapoints"])
-    target = load_target(config.target)
+    target = config.target.load()
     model = DecomposedModel(target, {"embed": 5}, init="datapoints")
     start(model, SparseFeatures(5, 0.02, 4096))
-    parts = model.layer("embed").subcomponents.matrices()
+    factors = model.layer("embed").subcomponents
+    parts = torch.einsum("oc,ci->coi", factors.U, factors.V)
     columns = torch.stack([torch.diag(row) for row in torch.eye(5)])
     true = target.embed.weight @ columns
-    cosines = nn.functional.cosine_similarity(parts.flatten(1).unsqueeze(1), true.flatten(1).unsqueeze(0), dim=-1)
+    cosines = nn.functional.cosine_similarity(
+        parts.flatten(1).unsqueeze(1), true.flatten(1).unsqueeze(0), dim=-1
+    )
     assert (cosines.amax(0) > 0.95).sum() >= 3
 
 
@@ -82,14 +87,16 @@ def test_every_kind_of_layer_can_start_from_data():
         layer = model.layer(name)
         torch.testing.assert_close(layer.subcomponents.weight(), layer.matrix(), atol=1e-3, rtol=1e-3)
     x = torch.arange(10)
-    ones = {name: torch.ones(10, 12) for name in model.layers}
+    ones = {name: Mask(torch.ones(10, 12)) for name in model.layers}
     torch.testing.assert_close(model.masked(x, ones), model.clean(x).output, atol=1e-3, rtol=1e-3)
 
 
 def test_training_starts_there_and_resumes_to_the_same_bits(tmp_path):
     config = {"steps": 30, "init": "datapoints", "checkpoint_every": 10, "log_every": 5}
     whole = rankone.decompose(small_mlp(), uniform(rows=200), {"*": 8}, config)
-    blind = rankone.decompose(small_mlp(), uniform(rows=200), {"*": 8}, config | {"init": "kaiming", "steps": 1})
+    blind = rankone.decompose(
+        small_mlp(), uniform(rows=200), {"*": 8}, config | {"init": "kaiming", "steps": 1}
+    )
     first, without_data = (r.history[0]["loss"]["faithfulness"] for r in (whole, blind))
     assert first < without_data / 5
     again = rankone.decompose(small_mlp(), uniform(rows=200), {"*": 8}, config)

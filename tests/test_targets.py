@@ -8,13 +8,16 @@ import torch
 from rankone import RankoneError
 from rankone.files import fingerprint
 from rankone.runs.config import experiment_config, experiment_names
-from rankone.targets import load_target, pinned_names, save_target, train_until_good
-from rankone.targets.resid_mlp import (
-    Contributions,
-    ResidualMLP,
-    ResidualTarget,
-    neuron_contributions,
+from rankone.targets import (
+    TARGETS,
+    Target,
+    pinned_names,
+    register_target,
+    save_target,
+    train_until_good,
+    trainable,
 )
+from rankone.targets.resid_mlp import Contributions, ResidualMLP, ResidualTarget, neuron_contributions
 from rankone.targets.sparse import Recipe, SparseFeatures
 from rankone.targets.tms import TMS, TMSTarget
 
@@ -23,7 +26,7 @@ from rankone.targets.tms import TMS, TMSTarget
 def test_pinned_targets_are_good_and_pinned(name):
     settings = experiment_config(name).target
     assert settings.sha256 is not None
-    model = load_target(settings)
+    model = settings.load()
     assert fingerprint(model) == settings.sha256
     assert not model.training
     good, numbers = settings.check(model)
@@ -43,7 +46,7 @@ def test_training_is_reproducible_and_the_check_can_fail():
 def test_a_square_among_pentagons_is_not_good():
     """Four features on a cross and one dropped: the classic poor local optimum."""
     settings = TMSTarget()
-    model = load_target(experiment_config("tms_5-2").target)
+    model = experiment_config("tms_5-2").target.load()
     with torch.no_grad():
         model.embed.weight.copy_(torch.tensor([[1.0, 0, -1, 0, 0], [0, 1, 0, -1, 0]]))
     good, numbers = settings.check(model)
@@ -67,16 +70,17 @@ def test_saved_targets_load_and_wrong_ones_are_refused(tmp_path):
     model, _ = settings.train(0)
     path = tmp_path / "t.safetensors"
     sha = save_target(path, model, settings, 0)
-    loaded = load_target(settings.model_copy(update={"weights": str(path), "sha256": sha}))
+    loaded = settings.model_copy(update={"weights": str(path), "sha256": sha}).load()
     assert fingerprint(loaded) == sha
     with pytest.raises(RankoneError, match=r"has SHA-256 .*but the config pins 00"):
-        load_target(settings.model_copy(update={"weights": str(path), "sha256": "00"}))
+        settings.model_copy(update={"weights": str(path), "sha256": "00"}).load()
     with pytest.raises(RankoneError, match=r"t.safetensors holds .*but the settings describe"):
-        load_target(settings.model_copy(update={"weights": str(path), "n_features": 6}))
+        settings.model_copy(update={"weights": str(path), "n_features": 6}).load()
     with pytest.raises(
-        RankoneError, match=r"target.weights is 'tms_5-3': neither a pinned target nor a file. Did you mean 'tms_5-2'"
+        RankoneError,
+        match=r"target.weights is 'tms_5-3': neither a pinned target nor a file. Did you mean 'tms_5-2'",
     ):
-        load_target(settings.model_copy(update={"weights": "tms_5-3"}))
+        settings.model_copy(update={"weights": "tms_5-3"}).load()
 
 
 def test_sparse_features():
@@ -136,19 +140,23 @@ def test_neuron_contributions_are_the_papers_equations():
     for i in range(2):
         factors[f"blocks.{i}.mlp_in"] = (torch.randn(3, 9), torch.randn(9, 20))
         factors[f"blocks.{i}.mlp_out"] = (torch.randn(20, 5), torch.randn(5, 3))
-    found = neuron_contributions(model, factors)
-    assert found.model.shape == (7, 6)
+    contributions = neuron_contributions(model, factors)
+    assert contributions.model.shape == (7, 6)
     for i in range(7):
         for block in range(2):
             W_in, W_out = model.blocks[block].mlp_in.weight, model.blocks[block].mlp_out.weight
             literal = (W_U[i, :] @ W_out) * (W_in @ W_E[:, i])
-            torch.testing.assert_close(found.model[i, 3 * block : 3 * block + 3], literal)
+            torch.testing.assert_close(contributions.model[i, 3 * block : 3 * block + 3], literal)
             U_in, V_in = factors[f"blocks.{block}.mlp_in"]
             U_out, V_out = factors[f"blocks.{block}.mlp_out"]
-            of_each = [(W_U[i, :] @ U_out @ V_out) * (U_in[:, c] * (V_in[c, :] @ W_E[:, i])) for c in range(9)]
-            torch.testing.assert_close(found.maxima[i, 3 * block : 3 * block + 3], torch.stack(of_each).amax(0))
+            of_each = [
+                (W_U[i, :] @ U_out @ V_out) * (U_in[:, c] * (V_in[c, :] @ W_E[:, i])) for c in range(9)
+            ]
+            torch.testing.assert_close(
+                contributions.maxima[i, 3 * block : 3 * block + 3], torch.stack(of_each).amax(0)
+            )
             best = max(of_each, key=torch.sum)
-            torch.testing.assert_close(found.subcomponents[i, 3 * block : 3 * block + 3], best)
+            torch.testing.assert_close(contributions.subcomponents[i, 3 * block : 3 * block + 3], best)
 
 
 def test_a_perfect_decomposition_contributes_what_the_target_does():
@@ -160,11 +168,11 @@ def test_a_perfect_decomposition_contributes_what_the_target_does():
     for i, block in enumerate(model.blocks):
         factors[f"blocks.{i}.mlp_in"] = (block.mlp_in.weight @ W_E, dual)
         factors[f"blocks.{i}.mlp_out"] = (block.mlp_out.weight, torch.eye(3))
-    found = neuron_contributions(model, factors)
+    contributions = neuron_contributions(model, factors)
     # Where the target's contribution is negative, the maximum is that of a subcomponent that does nothing.
-    torch.testing.assert_close(found.maxima, found.model.clamp(min=0), atol=1e-5, rtol=1e-4)
-    useful = found.model.reshape(7, 2, 3).sum(-1) > 0.1
-    own, target = (t.reshape(7, 2, 3)[useful] for t in (found.subcomponents, found.model))
+    torch.testing.assert_close(contributions.maxima, contributions.model.clamp(min=0), atol=1e-5, rtol=1e-4)
+    useful = contributions.model.reshape(7, 2, 3).sum(-1) > 0.1
+    own, target = (t.reshape(7, 2, 3)[useful] for t in (contributions.subcomponents, contributions.model))
     torch.testing.assert_close(own, target, atol=1e-5, rtol=1e-4)
 
 
@@ -182,7 +190,7 @@ def test_how_well_contributions_match():
 
 
 def test_the_residual_network_is_what_the_paper_says():
-    model = load_target(experiment_config("resid_mlp2").target)
+    model = experiment_config("resid_mlp2").target.load()
     assert isinstance(model, ResidualMLP)
     W_E = model.embed.weight
     torch.testing.assert_close(W_E.norm(dim=0), torch.ones(100))
@@ -191,3 +199,38 @@ def test_the_residual_network_is_what_the_paper_says():
     for block in model.blocks:
         stream = stream + torch.relu(stream @ block.mlp_in.weight.T) @ block.mlp_out.weight.T
     torch.testing.assert_close(model(x), stream @ W_E, atol=1e-4, rtol=1e-4)
+
+
+class Ready(Target):
+    kind: str = "ready"
+
+    def load(self):
+        return torch.nn.Linear(2, 2)
+
+    def data(self, batch_size):
+        return [torch.ones(batch_size, 2)]
+
+
+@pytest.mark.parametrize("kind", ["tms", "resid_mlp", "ready"])
+def test_every_family_keeps_the_contract(kind):
+    """Whatever is optional is there, and is empty where a family has nothing to say."""
+    target = Ready() if kind == "ready" else TARGETS[kind]()
+    assert target.kind == kind
+    assert target.data(8) is not None
+    probe, truth = target.probe(), target.truth()
+    assert truth == {} or probe is not None
+    assert target.figures({}, {}) == []
+    if kind == "ready":
+        assert (probe, truth, target.output, target.similarity_of) == (None, {}, None, None)
+        assert target.check(target.load()) == (True, {})
+
+
+def test_only_targets_with_a_recipe_can_be_trained():
+    assert trainable(TMSTarget()).first_seed == 0
+    with pytest.raises(RankoneError, match="Targets of the kind 'ready' come trained"):
+        trainable(Ready())
+
+
+def test_a_kind_is_registered_once():
+    with pytest.raises(RankoneError, match="There is already a kind of target 'tms'"):
+        register_target("tms")(Ready)

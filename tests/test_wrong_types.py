@@ -11,7 +11,7 @@ good = {"steps": 1}
 data = [torch.rand(3, 4)]
 result = rankone.decompose(model, data, {"0": 2}, good)
 attempts = {
-    "targets": lambda: rankone.decompose(model, data, ["0"], good),
+    "layers": lambda: rankone.decompose(model, data, ["0"], good),
     "config": lambda: rankone.decompose(model, data, {"0": 2}, [1]),
     "data": lambda: rankone.decompose(model, 3, {"0": 2}, good),
     "batch": lambda: rankone.decompose(model, ["text"], {"0": 2}, good),
@@ -31,7 +31,7 @@ print(json.dumps(said))
 def test_each_is_explained():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
-    assert "targets is a list; expected a mapping from layer name patterns to C" in said["targets"]
+    assert "layers is a list; expected a mapping from layer name patterns to C" in said["layers"]
     assert "config: expected a mapping of settings, got list" in said["config"]
     assert "data is a int; expected an iterable of batches" in said["data"]
     assert "A batch is a str" in said["batch"]

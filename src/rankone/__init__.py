@@ -1,7 +1,8 @@
 """rankone: Stochastic Parameter Decomposition.
 
-Takes a trained network and splits its weight matrices into rank-one subcomponents, so that as few as possible
-are needed on any one input. Start with `decompose`; `rankone --help` runs the paper's experiments.
+Takes a trained network and splits its weight matrices into rank-one subcomponents, so that as few
+as possible are needed on any one input. Start with `decompose`; `rankone --help` runs the paper's
+experiments.
 """
 
 from importlib.metadata import version

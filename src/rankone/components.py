@@ -11,9 +11,16 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.errors import ConfigError, near_matches
+from rankone.settings import Registry
 
 Factors = tuple[Float[Tensor, "d_out C"], Float[Tensor, "C d_in"]]
+
+INITS: Registry[Callable[[Tensor, int, torch.Generator], Factors]] = Registry("initialisation")
+"""How U and V start, from (W, C, generator)."""
+DATA_INITS: Registry[Callable[[Tensor, Tensor, int, torch.Generator], Factors]] = Registry(
+    "initialisation from data"
+)
+"""How U and V start, from (W, inputs of the layer, C, generator), once training has seen data."""
 
 
 class Subcomponents(nn.Module):
@@ -31,10 +38,6 @@ class Subcomponents(nn.Module):
     def weight(self) -> Float[Tensor, "d_out d_in"]:
         """The sum of all subcomponents."""
         return self.U @ self.V
-
-    def matrices(self) -> Float[Tensor, "C d_out d_in"]:
-        """Every subcomponent as a matrix of its own."""
-        return torch.einsum("oc,ci->coi", self.U, self.V)
 
 
 class TiedSubcomponents(Subcomponents):
@@ -60,6 +63,7 @@ class TiedSubcomponents(Subcomponents):
         return self._source.U.T if self.transposed else self._source.V
 
 
+@INITS.register("overlap")
 def overlap_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Generator) -> Factors:
     """Random unit read and write vectors; each write vector is scaled by its product's overlap with W.
 
@@ -72,6 +76,7 @@ def overlap_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Genera
     return U * overlap, V
 
 
+@INITS.register("kaiming")
 def kaiming_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Generator) -> Factors:
     """Gaussian factors that keep the scale of activations: V has fan d_in, U has fan C, linear gain."""
     V = torch.randn(C, W.shape[1], generator=generator, dtype=W.dtype) / W.shape[1] ** 0.5
@@ -79,23 +84,24 @@ def kaiming_init(W: Float[Tensor, "d_out d_in"], C: int, generator: torch.Genera
     return U, V
 
 
-FROM_DATA = "datapoints"
-INITS: dict[str, Callable[[Tensor, int, torch.Generator], Factors]] = {
-    "overlap": overlap_init,
-    "kaiming": kaiming_init,
-    FROM_DATA: kaiming_init,  # until training has seen data, see `datapoint_start`
-}
+SAME_DIRECTION = 0.999
+"""Absolute cosine from which on two inputs are the same to `datapoints_init`."""
+LEAST_SINGULAR = 1e-2
+"""Combinations of read vectors that are this small beside the largest are not inverted: write vectors
+would be huge, and cancel."""
 
 
-def datapoint_start(
+@DATA_INITS.register("datapoints")
+def datapoints_init(
     W: Float[Tensor, "d_out d_in"], inputs: Float[Tensor, "rows d_in"], C: int, generator: torch.Generator
 ) -> Factors:
     """Subcomponents that start as what W does to single datapoints.
 
-    Read vectors are the directions of C inputs of the layer, the first at random and then always the one that is farthest from
-    those before (by absolute cosine): what is rare in the data gets its subcomponent like what is frequent. If there are
-    fewer directions than C, the rest is random. Write vectors are the least-squares solution, so that the sum of all
-    subcomponents is W wherever these inputs reach.
+    Read vectors are the directions of C inputs of the layer, the first at random and then always the
+    one that is farthest from those before (by absolute cosine): what is rare in the data gets its
+    subcomponent like what is frequent. If there are fewer directions than C, the rest is random. Write
+    vectors are the least-squares solution, so that the sum of all subcomponents is W wherever these
+    inputs reach.
     """
     directions = F.normalize(inputs[inputs.norm(dim=1) > 0], dim=1)
     chosen: list[int] = []
@@ -110,15 +116,15 @@ def datapoint_start(
     return W @ torch.linalg.pinv(V, rtol=LEAST_SINGULAR), V
 
 
-SAME_DIRECTION = 0.999
-"""Absolute cosine from which on two inputs are the same to `datapoint_start`."""
-LEAST_SINGULAR = 1e-2
-"""Combinations of read vectors that are this small beside the largest are not inverted: write vectors would be huge, and cancel."""
+def make_subcomponents(
+    W: Float[Tensor, "d_out d_in"], C: int, init: str, generator: torch.Generator
+) -> Subcomponents:
+    """Fresh subcomponents for W. Numbers are drawn on the CPU, so a seed means the same on every
+    device.
 
-
-def make_subcomponents(W: Float[Tensor, "d_out d_in"], C: int, init: str, generator: torch.Generator) -> Subcomponents:
-    """Fresh subcomponents for W. Numbers are drawn on the CPU, so a seed means the same on every device."""
-    if init not in INITS:
-        raise ConfigError(f"Unknown initialisation {init!r}. {near_matches(init, INITS)}")
-    U, V = INITS[init](W.detach().cpu(), C, generator)
+    With an initialisation from data they are zero until `DecomposedModel.start_from_data`.
+    """
+    if init in DATA_INITS:
+        return Subcomponents(W.new_zeros(W.shape[0], C), W.new_zeros(C, W.shape[1]))
+    U, V = INITS.get(init)(W.detach().cpu(), C, generator)
     return Subcomponents(U.to(W.device), V.to(W.device))

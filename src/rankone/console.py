@@ -1,95 +1,254 @@
-"""What people watch while something runs: one line for a run, one per seed for several, and the summary of seeds.
+"""Everything that people read on a terminal: progress, summaries, tables, verdicts and errors.
 
-On a terminal the lines are live; elsewhere a line is printed every few seconds.
+What a command finds out goes to standard output; errors and notes go to standard error. On a
+terminal progress is live; elsewhere a line is printed every few seconds. Names and texts come from
+files and from users, so nothing is read as markup, and characters that command a terminal are shown
+as a replacement character. What an encoding cannot write is replaced, so that an ASCII locale costs
+a few letters and not a run.
 """
 
+import io
+import json
+import os
+import signal
+import sys
+import threading
 import time
+import unicodedata
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
 
+from cyclopts import CycloptsError
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
+from rich.text import Text
 
 from rankone.diagnose import Diagnosis
+from rankone.errors import RankoneError
+from rankone.fast.compiled import WITHOUT_NUMBA, MissingKernels, kernels
 from rankone.metrics import wilson
 from rankone.metrics_log import Progress
-from rankone.paper.reproduce import Table as ResultTable
+from rankone.paper.figures import Reproduction
+from rankone.paper.tables import Table as ResultTable
+from rankone.report.page import can_report
+from rankone.report.plots import LOSS_NAMES
+from rankone.runs.config import RunConfig
 from rankone.runs.many import ParallelRun
+from rankone.runs.summary import Summary
 
 SECONDS_BETWEEN_LINES = 10.0
-GETTING_READY = "Getting ready. Kernels are compiled once after installation, which takes about 20 seconds."
+GETTING_READY = "Getting ready."
 MOST_LINES = 15
 """With more runs than this, only those that are running get a line."""
-VERDICTS = {True: "[green]recovered[/]", False: "[red]not recovered[/]", None: "done"}
+VERDICTS = {
+    True: ("recovered", "green"),
+    False: ("not recovered", "red"),
+    None: ("no ground truth known", ""),
+}
+"""Whether a run was recovered -> words and their style."""
+READER_GONE = 141
+"""The exit code when nobody reads standard output any more, as a shell reports SIGPIPE."""
+BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+Part = str | tuple[str, str]
+"""Text, or (text, style)."""
 
 
-class RunDisplay:
-    """Live progress: a bar on a terminal, a line every few seconds elsewhere."""
+class SafeConsole(Console):
+    """A console that reads no markup, and leaves a reader who has gone away to `main`."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        # One line that is cut where the terminal ends: what must be seen comes first, the losses last.
-        self._bar = Bar(
-            BarColumn(bar_width=8, table_column=Column(min_width=8)),
-            TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
-            console=console,
-            expand=True,
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+output = SafeConsole()
+errors = SafeConsole(stderr=True)
+
+
+def prepare_streams() -> None:
+    """Let no character that the locale cannot write stop a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def silence() -> None:
+    """Write no more to standard output: its reader has gone, and Python would complain at its end."""
+    output.quiet = True
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # standard output is no file (a notebook, a test)
+        return
+
+
+def clean(value: object) -> str:
+    """Text without characters that command a terminal, change its direction, or cannot be written."""
+    return "".join(
+        c
+        if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and c not in BIDI_CONTROLS)
+        else "\ufffd"
+        for c in str(value)
+    )
+
+
+def text(*parts: Part) -> Text:
+    """Text from parts, each with or without a style."""
+    return Text.assemble(*(clean(p) if isinstance(p, str) else (clean(p[0]), p[1]) for p in parts))
+
+
+def say(*parts: Part) -> None:
+    """One line of what a command finds out, however long."""
+    output.print(text(*parts), soft_wrap=True)
+
+
+def note(*parts: Part) -> None:
+    """One line on standard error."""
+    errors.print(text(*parts), soft_wrap=True)
+
+
+def explanation(error: Exception) -> str | None:
+    """What to tell a user about an error; None for one that nobody expects."""
+    if isinstance(error, RankoneError | CycloptsError):
+        return str(error)
+    if isinstance(error, MemoryError) or "not enough memory" in str(error):
+        return (
+            "There is not enough memory for this. Make `batch_size`, the numbers of subcomponents in "
+            "`layers`, or the target smaller."
         )
-        self._task = self._bar.add_task("", total=steps, line=GETTING_READY)
-        self._spoke = -SECONDS_BETWEEN_LINES
+    if isinstance(error, RecursionError):
+        return "Something here is nested too deeply to be read; look at the settings and overrides."
+    if isinstance(error, OSError):
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot read or write{where}: {error.strerror or error}"
+    return None
 
-    def __enter__(self) -> "RunDisplay":
-        if self._console.is_terminal:
-            self._bar.start()
-        else:
-            print(GETTING_READY, flush=True)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+def fail(message: str) -> None:
+    note(("error:", "bold red"), f" {message}")
 
-    def say(self, message: str) -> None:
-        self._console.print(message)
 
-    def __call__(self, progress: Progress) -> None:
-        losses, l0 = progress.record["loss"], progress.record["l0"]
-        short = {
-            "faithfulness": "faith",
-            "stochastic_recon": "recon",
-            "stochastic_recon_layerwise": "layer",
-            "importance_minimality": "min",
-        }
-        numbers = "L0 " + "/".join(f"{value:.2f}" for value in l0.values()) + "  "
-        numbers += " ".join(f"{short.get(name, name)} {value:.1e}" for name, value in losses.items())
-        if self._console.is_terminal:
-            line = f"{progress.step}/{progress.steps}  {pace(progress)}  {numbers}"
-            self._bar.update(self._task, completed=progress.step, line=line)
-        elif time.monotonic() - self._spoke >= SECONDS_BETWEEN_LINES or progress.step == progress.steps:
-            self._spoke = time.monotonic()
-            print(f"step {progress.step}/{progress.steps}  {pace(progress)}  {numbers}", flush=True)
+def write_text(content: str) -> None:
+    """Text for a file rather than for people: in UTF-8, whatever the locale."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="strict")
+    sys.stdout.write(content)
+    sys.stdout.flush()
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Part]], *, left: int = 1) -> Table:
+    """A table without lines, the first `left` columns to the left and all others to the right."""
+    result = Table(box=None, header_style="bold", pad_edge=False, show_header=any(head))
+    for i, heading in enumerate(head):
+        result.add_column(
+            text(heading), justify="left" if i < left else "right", overflow="fold", no_wrap=i == 0
+        )
+    for row in rows:
+        result.add_row(*(text(cell) for cell in row))
+    return result
+
+
+def duration(seconds: float) -> str:
+    """Seconds as m:ss, or h:mm:ss."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def pace(progress: Progress) -> str:
-    """How fast it goes and how long it will take. The first step says nothing about that: it may have waited for kernels to be compiled."""
+    """How fast it goes and how long it will take.
+
+    The first step says nothing about that: it may have waited for kernels to be compiled.
+    """
     if progress.step == 1:
         return "the first step is done"
-    minutes, seconds = divmod(int(progress.seconds_left), 60)
-    return f"{progress.ms_per_step:.1f} ms/step, {minutes}:{seconds:02d} left"
+    return f"{progress.ms_per_step:.1f} ms/step, {duration(progress.seconds_left)} left"
+
+
+class Terminated(BaseException):
+    """SIGTERM, as an exception."""
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+class RunDisplay:
+    """Live progress of one run: a bar on a terminal, a line every few seconds elsewhere.
+
+    While it is shown, SIGTERM unwinds like Ctrl-C does, so that the terminal is left as it was;
+    training has a handler of its own.
+    """
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self._console = console or output
+        # One line that is cut where the terminal ends: what must be seen comes first, the losses last.
+        column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        self._bar = Bar(
+            BarColumn(bar_width=8, table_column=Column(min_width=8)),
+            TextColumn("{task.fields[line]}", markup=False, table_column=column),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=steps, line=GETTING_READY)
+        self._last_line = -SECONDS_BETWEEN_LINES
+        self._handler: Any = None
+        self.reader_gone = False
+        """Whether nobody reads standard output any more."""
+
+    def __enter__(self) -> "RunDisplay":
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, _terminate)
+        if self._console.is_terminal:
+            self._bar.start()
+        else:
+            self.say(GETTING_READY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def say(self, message: str) -> None:
+        self._console.print(text(message), soft_wrap=True)
+
+    def __call__(self, progress: Progress) -> None:
+        losses, l0 = progress.record["loss"], progress.record["l0"]
+        numbers = "L0 " + "/".join(f"{value:.2f}" for value in l0.values()) + "  "
+        numbers += " ".join(f"{LOSS_NAMES.get(n, (n, n))[1]} {value:.1e}" for n, value in losses.items())
+        line = f"{progress.step}/{progress.steps}  {pace(progress)}  {numbers}"
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=progress.step, line=clean(line))
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or progress.step == progress.steps:
+            self._last_line = time.monotonic()
+            try:
+                self.say(f"step {line}")
+            except BrokenPipeError:  # `rankone run ... | head -1`: save what was trained, then stop
+                self.reader_gone = True
+                silence()
+                signal.raise_signal(signal.SIGTERM)
 
 
 class ParallelDisplay:
     """Live progress of several runs: a line for each."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, refresh_per_second=4)
-        self._spoke = time.monotonic() - SECONDS_BETWEEN_LINES
-        self._told: set[str] = set()
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or output
+        self._live = Live(console=self._console, refresh_per_second=4)
+        self._last_line = time.monotonic() - SECONDS_BETWEEN_LINES
+        self._reported: set[str] = set()
 
     def __enter__(self) -> "ParallelDisplay":
         if self._console.is_terminal:
@@ -103,110 +262,170 @@ class ParallelDisplay:
         if self._console.is_terminal:
             self._live.update(self._table(runs))
             return
-        for one in runs:
-            if one.state in ("done", "failed", "interrupted") and one.label not in self._told:
-                self._told.add(one.label)
-                print(f"{one.label}: {self._plain(one)}", flush=True)
-        running = [one for one in runs if one.state == "running" and one.progress is not None]
-        if running and time.monotonic() - self._spoke >= SECONDS_BETWEEN_LINES:
-            self._spoke = time.monotonic()
-            print("; ".join(f"{one.label} {self._plain(one)}" for one in running), flush=True)
+        for run in runs:
+            if run.state in ("done", "failed", "interrupted") and run.label not in self._reported:
+                self._reported.add(run.label)
+                self._console.print(text(f"{run.label}: ", _state(run)[0]), soft_wrap=True)
+        running = [run for run in runs if run.state == "running" and run.progress is not None]
+        if running and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            line = "; ".join(f"{run.label} {_state(run)[0]}" for run in running)
+            self._console.print(text(line), soft_wrap=True)
 
     @staticmethod
-    def _plain(one: ParallelRun) -> str:
-        if one.state == "done" and one.summary is not None:
-            return {True: "recovered", False: "not recovered", None: "done"}[one.summary["recovered"]]
-        if one.state == "running" and one.progress is not None:
-            return f"step {one.progress.step}/{one.progress.steps}, {pace(one.progress)}"
-        return f"{one.state}: {one.message}" if one.message else one.state
-
-    def _table(self, runs: Sequence[ParallelRun]) -> Table:
-        table = Table.grid(padding=(0, 2))
-        shown = [one for one in runs if len(runs) <= MOST_LINES or one.state == "running"]
+    def _table(runs: Sequence[ParallelRun]) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        shown = [run for run in runs if len(runs) <= MOST_LINES or run.state == "running"]
         if len(shown) < len(runs):
-            states = Counter(one.state for one in runs if one.state != "running")
-            table.add_row(f"{len(runs)} runs", "", ", ".join(f"{n} {state}" for state, n in states.items()))
-        for one in shown:
-            p = one.progress
-            done = 1.0 if one.state == "done" else p.step / p.steps if p is not None else 0.0
-            text = escape(self._plain(one))
-            if one.state == "done" and one.summary is not None:
-                text = VERDICTS[one.summary["recovered"]]
-            table.add_row(one.label, ProgressBar(total=1.0, completed=done, width=20), text)
-        return table
+            states = Counter(run.state for run in runs if run.state != "running")
+            grid.add_row(f"{len(runs)} runs", "", ", ".join(f"{n} {state}" for state, n in states.items()))
+        for run in shown:
+            p = run.progress
+            share = 1.0 if run.state == "done" else p.step / p.steps if p is not None else 0.0
+            bar = ProgressBar(total=1.0, completed=share, width=20)
+            grid.add_row(text(run.label), bar, text(_state(run)))
+        return grid
 
 
-def print_seeds(console: Console, runs: Sequence[ParallelRun], seconds: float) -> None:
-    """One table over all seeds, and the share that was recovered."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("seed", "", "errors", "alive", "MMCS", "ML2R", "ms/step", "seconds"):
-        table.add_column(heading, justify="left" if heading == "" else "right")
-    for one in runs:
-        if one.summary is None:
-            table.add_row(str(one.config.seed), f"{one.state} {escape(one.message)}".strip())
-            continue
-        found = one.summary
-        numbers = ["" if found[key] is None else f"{found[key]:.4f}" for key in ("mmcs", "ml2r")]
-        table.add_row(
-            str(one.config.seed),
-            VERDICTS[found["recovered"]],
-            "/".join(str(check["errors"]) for check in found["checks"].values()),
-            "/".join(map(str, found["n_alive"].values())),
-            *numbers,
-            f"{found['ms_per_step']:.2f}",
-            f"{found['wall_seconds']:.0f}",
+def _state(run: ParallelRun) -> tuple[str, str]:
+    """What has become of a run, in words, and their style."""
+    if run.state == "done" and run.summary is not None:
+        return VERDICTS[run.summary.recovered]
+    if run.state == "running" and run.progress is not None:
+        return f"step {run.progress.step}/{run.progress.steps}, {pace(run.progress)}", ""
+    return (f"{run.state}: {run.message}" if run.message else run.state), ""
+
+
+def print_notes(config: RunConfig) -> None:
+    """What is missing on this machine, once."""
+    if not can_report():
+        note(
+            "Note: matplotlib or jinja2 is missing, so there will be no figures and no report. "
+            "pip install 'rankone[report]'"
         )
-    console.print()
-    console.print(table)
-    judged = [
-        one.summary["recovered"] for one in runs if one.summary is not None and one.summary["recovered"] is not None
-    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MissingKernels)
+        if config.engine == "fast" and kernels() is None:
+            note(f"Note: {WITHOUT_NUMBA}")
+
+
+def print_experiments(rows: Iterable[Sequence[str]]) -> None:
+    head = ("experiment", "what a correct decomposition finds", "default preset", "paper preset")
+    output.print(table(head, rows, left=4))
+    say(
+        "\nTimes are of full runs on one CPU core; those with a star are estimates. "
+        "Start one with: rankone run NAME"
+    )
+
+
+def print_settings(settings: Iterable[tuple[str, object, str]]) -> None:
+    """Every setting: its dotted name, its value, and what it does."""
+    for path, value, doc in settings:
+        say((path, "bold"), f" = {json.dumps(value)}")
+        output.print(Padding(text(doc), (0, 0, 0, 4)))
+
+
+def print_attempt(seed: int, loss: float, good: bool, numbers: dict[str, float]) -> None:
+    """A target that was trained, and whether it is a good one."""
+    verdict = ("good", "green") if good else ("not good", "red")
+    named = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+    say(f"seed {seed}: loss {loss:.4g}, ", verdict, f"  {named}")
+
+
+def print_summary(summary: Summary) -> None:
+    """The numbers of a finished run."""
+    words, style = VERDICTS[summary.recovered]
+    say(f"\n{summary.experiment}, seed {summary.seed}: ", (words, f"bold {style}" if style else ""))
+    rows = []
+    for name, alive in summary.n_alive.items():
+        check = summary.checks.get(name)
+        judged = (f"{check.pattern} {check.expected}", str(check.errors)) if check else ("-", "-")
+        rows.append((name, *judged, str(alive), f"{summary.l0[name]:.3f}"))
+    output.print(table(("matrix", "pattern", "errors", "alive", "L0"), rows, left=2))
+    if summary.mmcs is not None:
+        similarity = f"MMCS {summary.mmcs:.4f}, ML2R {summary.ml2r:.4f}"
+        say(f"{similarity} over alive subcomponents of {summary.similarity_of}")
+    masks = ", ".join(f"{name} {value:.2e}" for name, value in summary.reconstruction.items())
+    say(f"Divergence from the target under masks: {masks}")
+    memory = f", {summary.peak_rss_mb:.0f} MB at most" if summary.peak_rss_mb else ""
+    say(f"{summary.wall_seconds or 0:.0f} s, {summary.ms_per_step:.2f} ms/step{memory}")
+
+
+def print_seeds(runs: Sequence[ParallelRun], seconds: float) -> None:
+    """One table over all seeds, and the share that was recovered."""
+    rows: list[Sequence[Part]] = []
+    for run in runs:
+        summary = run.summary
+        if summary is None:
+            rows.append((str(run.config.seed), f"{run.state} {run.message}".strip()))
+            continue
+        similarity = ["" if n is None else f"{n:.4f}" for n in (summary.mmcs, summary.ml2r)]
+        rows.append(
+            (
+                str(run.config.seed),
+                VERDICTS[summary.recovered],
+                "/".join(str(check.errors) for check in summary.checks.values()),
+                "/".join(map(str, summary.n_alive.values())),
+                *similarity,
+                f"{summary.ms_per_step:.2f}",
+                f"{summary.wall_seconds or 0:.0f}",
+            )
+        )
+    output.print()
+    output.print(table(("seed", "", "errors", "alive", "MMCS", "ML2R", "ms/step", "seconds"), rows, left=2))
+    verdicts = [run.summary.recovered for run in runs if run.summary is not None]
+    judged = [verdict for verdict in verdicts if verdict is not None]
     if judged:
         low, high = wilson(sum(judged), len(judged))
-        console.print(
-            f"Recovered {sum(judged)} of {len(judged)} seeds (95 % interval {low:.0%} to {high:.0%}), {seconds:.0f} s in all"
+        say(
+            f"Recovered {sum(judged)} of {len(judged)} seeds (95 % interval {low:.0%} to {high:.0%}), "
+            f"{seconds:.0f} s in all"
         )
 
 
-def print_table(console: Console, table: ResultTable) -> None:
+def print_table(result: ResultTable) -> None:
     """A table of results, with its title and what it means."""
-    console.print(f"\n[bold]{escape(table.title)}[/]\n{escape(table.note)}", soft_wrap=True)
-    shown = Table(*table.head, box=None, header_style="bold", pad_edge=False)
-    for row in table.rows:
-        shown.add_row(*row)
+    say((f"\n{result.title}", "bold"), f"\n{result.note}")
     # In a file or a pipe, lines may be as long as they have to be.
-    (console if console.is_terminal else Console(file=console.file, width=1000)).print(shown)
+    wide = output if output.is_terminal else SafeConsole(file=output.file, width=1000)
+    wide.print(table(result.head, result.rows, left=len(result.head)))
 
 
-def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+def print_reproduction(made: Reproduction, out: os.PathLike[str]) -> None:
+    """Tables, where the figures are, and what could not be made."""
+    for result in made.tables:
+        print_table(result)
+    if made.figures:
+        say(f"\n{len(made.figures)} figure{'s' * (len(made.figures) > 1)} in {os.path.join(out, 'figures')}")
+    if made.undrawn:
+        lacking = ", ".join(dict.fromkeys(run for runs in made.undrawn.values() for run in runs))
+        say(f"Not drawn: {', '.join(made.undrawn)}. These runs are missing: {lacking}")
+    for folder, why in made.left_out.items():
+        say(f"Left out: {folder} ({why})")
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
     """The numbers that were looked at in a run, then what is wrong and what to do."""
     n = diagnosis.numbers
-    table = Table(box=None, show_header=False, pad_edge=False)
-    falling = n["still_falling"]
+    near_one = ", ".join(f"{name} {share:.0%}" for name, share in n.near_one.items())
+    late = "too short to tell"
+    if n.falling is not None:
+        late = f"loss {-n.falling['loss']:+.0%}, important subcomponents {-n.falling['l0']:+.0%}"
     rows = {
-        "all subcomponents kept": f"{n['divergence']['ones']:.2e}, {n['unmasked_share']:.2%} of the scale",
-        "random masks": f"{n['divergence']['stochastic']:.2e}, {n['masked_share']:.2%} of the scale",
-        "everything removed (the scale)": f"{n['divergence']['zero']:.2e}",
-        "noise of superposition": f"{n['superposition_noise']:.2e} (inactive subcomponents at random, active ones whole)",
-        "inputs with an importance near 1": ", ".join(
-            f"{name} {share:.0%}" for name, share in n["inputs_with_an_importance_near_1"].items()
-        )
-        or "these layers do nothing on any input",
-        "alive of C": ", ".join(f"{name} {alive} of {n['C'][name]}" for name, alive in n["alive"].items()),
-        "late in training": "too short to tell"
-        if falling is None
-        else f"loss {-falling['loss']:+.0%}, important subcomponents {-falling['l0']:+.0%}",
+        "all subcomponents kept": f"{n.divergence['ones']:.2e}, {n.unmasked_share:.2%} of the scale",
+        "random masks": f"{n.divergence['stochastic']:.2e}, {n.masked_share:.2%} of the scale",
+        "everything removed (the scale)": f"{n.divergence['zero']:.2e}",
+        "noise of superposition": f"{n.superposition_noise:.2e} "
+        "(inactive subcomponents at random, active ones whole)",
+        "inputs with an importance near 1": near_one or "these layers do nothing on any input",
+        "alive of C": ", ".join(f"{name} {alive} of {n.C[name]}" for name, alive in n.alive.items()),
+        "late in training": late,
     }
-    for what, value in rows.items():
-        table.add_row(what, escape(value))
-    for name, identity in n["identities"].items():
-        table.add_row(f"known identity {escape(name)}", f"{identity['alive']} alive of rank {identity['rank']}")
-    console.print(table)
+    for name, identity in n.identities.items():
+        rows[f"known identity {name}"] = f"{identity.alive} alive of rank {identity.rank}"
+    output.print(table(("", ""), rows.items(), left=2))
     if not diagnosis.findings:
-        console.print("\n[bold green]Nothing wrong was found.[/]")
+        say(("\nNothing wrong was found.", "bold green"))
     for finding in diagnosis.findings:
-        console.print(f"\n[bold red]{escape(finding.name)}[/]: {escape(finding.seen)}.", soft_wrap=True)
-        console.print(
-            f"  It means: {escape(finding.means)}.\n  Do: {escape(finding.do)}.",
-            soft_wrap=True,
-        )
+        say((f"\n{finding.name}", "bold red"), f": {finding.seen}.")
+        say(f"  It means: {finding.means}.\n  Do: {finding.do}.")

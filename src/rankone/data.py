@@ -1,8 +1,9 @@
-"""Batches, where they come from, and the random numbers of a step.
+"""Batches, where they come from, means over them, and the random numbers of a step.
 
-Randomness is a function of (seed, stream, step), never of what ran before: a resumed run draws exactly what
-the uninterrupted one would have drawn, without saving any generator's state. Data is either a *sampler*, a
-callable that draws a batch from a generator, or any re-iterable (list, DataLoader), which is cycled through.
+Randomness is a function of (seed, stream, step), never of what ran before: a resumed run draws
+exactly what the uninterrupted one would have drawn, without saving any generator's state. Data is
+either a *sampler*, a callable that draws a batch from a generator, or any re-iterable (list,
+DataLoader), which is cycled through.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankone.errors import BatchError
+from rankone.files import digest_of
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,14 @@ class WeightedBatch:
     weights: Float[Tensor, " rows"]
 
     @cached_property
-    def shares(self) -> Float[Tensor, " rows"]:
+    def normalized(self) -> Float[Tensor, " rows"]:
         """The weights, scaled to sum to 1: how much of a mean each row is."""
         return self.weights / self.weights.sum()
 
     @classmethod
     def merging_zero_rows(cls, x: Float[Tensor, "rows features"]) -> "WeightedBatch":
-        """The batch `x` with all rows of zeros merged into one: the same losses, for a fraction of the work."""
+        """The batch `x` with all rows of zeros merged into one: the same losses, for a fraction of
+        the work."""
         nonzero = x.any(dim=1)
         kept = x[nonzero]
         zeros = x.shape[0] - kept.shape[0]
@@ -61,7 +64,9 @@ def seed_for(seed: int, stream: str, step: int = 0) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def generator_for(seed: int, stream: str, step: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
+def generator_for(
+    seed: int, stream: str, step: int = 0, device: torch.device | str = "cpu"
+) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(seed_for(seed, stream, step))
 
 
@@ -69,9 +74,36 @@ def inputs_of(batch: Any) -> Any:
     return batch.inputs if isinstance(batch, WeightedBatch) else batch
 
 
-def shares_of(batch: Batch) -> Tensor | None:
+def row_weights(batch: Batch) -> Float[Tensor, " rows"] | None:
     """How much of a mean each row is; None where all rows count alike."""
-    return batch.shares if isinstance(batch, WeightedBatch) else None
+    return batch.normalized if isinstance(batch, WeightedBatch) else None
+
+
+def mean_over_data(values: Tensor, weights: Float[Tensor, " rows"] | None) -> Float[Tensor, ""]:
+    """The mean over datapoints of one number per datapoint, with the `row_weights` of their batch."""
+    if weights is None:
+        return values.mean()
+    if values.dim() == 0 or values.shape[0] != weights.shape[0]:
+        raise BatchError(
+            f"The batch has {weights.shape[0]} row weights, but a divergence or importance came with "
+            f"shape {tuple(values.shape)}: with a WeightedBatch its first dimension must be the rows. "
+            "A divergence of your own must return one number per datapoint."
+        )
+    rows = values.flatten(1).mean(1) if values.dim() > 1 else values
+    return rows @ weights.to(rows.dtype)
+
+
+def shapes_of(batch: Batch) -> str:
+    """The shapes and types of a batch's tensors, in words."""
+    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for _, t in _tensors(inputs_of(batch))) or "no tensor"
+
+
+def batch_digest(batch: Batch) -> str:
+    """A SHA-256 over every tensor of a batch, to notice when a run is resumed with other data."""
+    tensors = dict(_tensors(inputs_of(batch)))
+    if isinstance(batch, WeightedBatch):
+        tensors["weights"] = batch.weights
+    return digest_of(tensors)
 
 
 def call_with(model: Callable[..., Any], batch: Any) -> Any:
@@ -87,7 +119,8 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
         kwargs = dict(inputs)
     else:
         raise BatchError(
-            f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional arguments of the model), "
+            f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional "
+            "arguments of the model), "
             "a dict (keyword arguments) or a WeightedBatch of one of these."
         )
     try:
@@ -98,7 +131,8 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
             raise
         form = f"a tuple of {len(args)}" if args else f"a dict with {', '.join(kwargs)}"
         raise BatchError(
-            f"A batch is {form}, which the model does not take as its arguments ({problem}). A tuple becomes positional "
+            f"A batch is {form}, which the model does not take as its arguments ({problem}). A "
+            "tuple becomes positional "
             "arguments and a dict keywords; leave labels out of the data."
         ) from error
 
@@ -117,7 +151,8 @@ def check_batch(batch: Batch) -> None:
             nan = int(torch.isnan(tensor).sum())
             inf = int(torch.isinf(tensor).sum())
             raise BatchError(
-                f"The batch{where} of shape {tuple(tensor.shape)} holds {nan} NaN and {inf} infinite values; "
+                f"The batch{where} of shape {tuple(tensor.shape)} holds {nan} NaN and {inf} "
+                "infinite values; "
                 "every value must be finite. Clean the data before decomposing."
             )
     if not isinstance(batch, WeightedBatch):
@@ -126,7 +161,8 @@ def check_batch(batch: Batch) -> None:
     for where, tensor in _tensors(inputs_of(batch)):
         if tensor.dim() and tensor.shape[0] != weights.shape[0]:
             raise BatchError(
-                f"The WeightedBatch{where} has {tensor.shape[0]} rows and {weights.shape[0]} weights; every row needs one weight."
+                f"The WeightedBatch{where} has {tensor.shape[0]} rows and {weights.shape[0]} "
+                "weights; every row needs one weight."
             )
     if not (float(weights.min()) >= 0 and float(weights.sum()) > 0):
         raise BatchError("The weights of a WeightedBatch must be non-negative numbers with a positive sum.")
@@ -157,7 +193,8 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
     if isinstance(data, Tensor):
         raise BatchError(
-            f"data is a tensor of shape {tuple(data.shape)}, whose rows would each become a batch. Pass [tensor] to use it as one "
+            f"data is a tensor of shape {tuple(data.shape)}, whose rows would each become a batch. "
+            "Pass [tensor] to use it as one "
             "batch every step, or a DataLoader to cut it into batches."
         )
     if isinstance(data, Iterable):
@@ -175,10 +212,20 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
         )
 
 
+def first_batch_digest(data: Any, seed: int) -> str | None:
+    """The digest of the first batch, to notice other data; None where data cannot be drawn again
+    the same."""
+    if isinstance(data, Iterable) and iter(data) is data:
+        return None
+    first, again = (batch_digest(next(batches(data, seed))) for _ in range(2))
+    return first if first == again else None
+
+
 def _cycled(data: Iterable[Batch], seed: int, start: int, stream: str) -> Iterator[Batch]:
     step = 0
     while True:
-        # A shuffling DataLoader draws from torch's global generator: it gets its own seed at every step, and the
+        # A shuffling DataLoader draws from torch's global generator: it gets its own seed at every
+        # step, and the
         # caller's random state is left as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_for(seed, stream, step))

@@ -1,10 +1,10 @@
 """The front door: `decompose` a model, look at the result, keep it, load it again.
 
-An artifact is a directory with `components.safetensors` (factors and importance functions) and `decomposition.json`
-(what they belong to: library version, settings, the target's fingerprint). It never holds the target's weights.
+An artifact is a directory with `components.safetensors` (factors, importance functions and the
+history of training, with what they belong to: settings, library version, the target's fingerprint)
+and `decomposition.json`, which says the latter to people. It never holds the target's weights.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,25 +16,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.config import DecompositionConfig, validated
+from rankone.checkpoint import checkpoint_names, described
+from rankone.config import DecompositionConfig
 from rankone.data import Batch, Data, to_device
 from rankone.errors import CheckpointError, ConfigError, LayerError
-from rankone.files import (
-    fingerprint,
-    load_sealed,
-    read_json,
-    remove_leftovers,
-    save_sealed,
-    write_atomic,
-    write_json,
-)
-from rankone.losses import Divergence
-from rankone.metrics_log import Observer, Record, read_metrics
+from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
+from rankone.masks import Mask
+from rankone.metrics_log import Observer, Record, parse_metrics
 from rankone.model import DecomposedModel
 from rankone.patching import OutputGetter
-from rankone.train import Training, checkpoints, described
+from rankone.settings import validated
+from rankone.step import Divergence
+from rankone.train import Training
 
-FORMAT = 1
+FORMAT = 2
+COMPONENTS = "components.safetensors"
+DESCRIPTION = "decomposition.json"
+HISTORY = "history"
+"""The entry of the sealed file that holds the metrics log, as bytes: one file changes as a whole."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,10 @@ class LayerView:
         return torch.outer(self.U[:, c], self.V[c])
 
     def sum(self) -> Float[Tensor, "d_out d_in"]:
-        """All subcomponents together: close to the original matrix. (Added up in double precision, so that the number of threads does not show.)"""
+        """All subcomponents together: close to the original matrix.
+
+        Added up in double precision, so that the number of threads does not show.
+        """
         return (self.U.double() @ self.V.double()).to(self.U.dtype)
 
     def norms(self) -> Float[Tensor, " C"]:
@@ -77,11 +79,11 @@ class AblatedModel(nn.Module):
     def __init__(self, model: DecomposedModel, keep: Mapping[str, Float[Tensor, " C"]]) -> None:
         super().__init__()
         object.__setattr__(self, "_model", model)
-        self._keep = dict(keep)
+        self._masks = {name: Mask(kept) for name, kept in keep.items()}
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.under(self._keep, lambda: self._model.target(*args, **kwargs))
+        return self._model.under(self._masks, lambda: self._model.target(*args, **kwargs))
 
 
 @dataclass
@@ -106,47 +108,49 @@ class Decomposition:
 
     def components(self, layer: str) -> LayerView:
         """The subcomponents of one layer, next to its original matrix."""
-        found = self.model.layer(layer)
-        parts = found.subcomponents
-        return LayerView(layer, found.matrix().clone(), parts.U.detach().clone(), parts.V.detach().clone())
+        decomposed = self.model.layer(layer)
+        parts = decomposed.subcomponents
+        return LayerView(
+            layer, decomposed.matrix().clone(), parts.U.detach().clone(), parts.V.detach().clone()
+        )
 
     def ablated(self, keep: Mapping[str, Iterable[int] | Tensor]) -> AblatedModel:
-        """A runnable model in which every layer named in `keep` consists of the listed subcomponents only.
+        """A runnable model in which every layer named in `keep` consists of the listed
+        subcomponents only.
 
         Layers that are not named keep their original matrix. Biases stay.
         """
         return AblatedModel(self.model, {name: self._kept(name, chosen) for name, chosen in keep.items()})
 
     def save(self, path: str | Path) -> Path:
-        """Write the artifact: factors and importance functions, without the target's weights."""
-        path = Path(path)
-        history = "".join(json.dumps(record) + "\n" for record in self.history)
+        """Write the artifact into a new directory, or over an earlier artifact."""
+        directory = RunDirectory.claim(path)
+        known = DecompositionConfig.model_fields
         info = {
             "format": FORMAT,
             "rankone": version("rankone"),
             "torch": torch.__version__,
             "target": {"class": type(self.model.target).__name__, "sha256": fingerprint(self.model.target)},
-            "output": {"function": described(self.model.output)} if callable(self.model.output) else self.model.output,
-            "divergence": {"function": described(self.divergence)} if self.divergence else self.config.divergence,
+            "output": _named(self.model.output, self.model.output),
+            "divergence": _named(self.divergence, self.config.divergence),
             "layers": {
                 name: {
                     "C": layer.C,
                     "shape": list(layer.matrix().shape),
-                    "module": type(layer.module).__name__,
+                    "module": type(layer.adapter.module).__name__,
                     "tied_to": self.model.tied.get(name),
                 }
                 for name, layer in self.model.layers.items()
             },
-            "config": {
-                k: v for k, v in self.config.model_dump(mode="json").items() if k in DecompositionConfig.model_fields
-            },
-            "history_sha256": hashlib.sha256(history.encode()).hexdigest(),
+            "config": {k: v for k, v in self.config.model_dump(mode="json").items() if k in known},
         }
-        write_atomic(path / "history.jsonl", history)
-        # The sealed file repeats what the JSON says, so that files of different decompositions cannot be mixed.
-        save_sealed(path / "components.safetensors", self.model.named_tensors(), info)
-        write_json(path / "decomposition.json", info)
-        return path
+        history = "".join(json.dumps(record) + "\n" for record in self.history).encode()
+        as_tensor = (
+            torch.frombuffer(bytearray(history), dtype=torch.uint8) if history else torch.zeros(0).byte()
+        )
+        directory.write(COMPONENTS, sealed_bytes({**self.model.named_tensors(), HISTORY: as_tensor}, info))
+        directory.write(DESCRIPTION, json.dumps(info, indent=2) + "\n")
+        return directory.path
 
     def _kept(self, name: str, chosen: Iterable[int] | Tensor) -> Tensor:
         C = self.model.layer(name).C
@@ -158,7 +162,9 @@ class Decomposition:
         index = torch.as_tensor(listed) if len(listed) else torch.zeros(0, dtype=torch.long)
         if index.is_floating_point():
             raise LayerError(
-                f"keep[{name!r}] holds numbers of type {index.dtype}; expected indices or a boolean choice, such as importances > 0.5."
+                f"keep[{name!r}] holds numbers of type {index.dtype}; expected indices or a "
+                "boolean choice, such "
+                "as importances > 0.5."
             )
         if index.dtype == torch.bool:
             if index.shape != (C,):
@@ -170,7 +176,8 @@ class Decomposition:
             wrong = [int(i) for i in index.flatten() if not 0 <= int(i) < C]
             if wrong:
                 raise LayerError(
-                    f"keep[{name!r}] names subcomponent {wrong[0]}, but the layer has subcomponents 0 to {C - 1}."
+                    f"keep[{name!r}] names subcomponent {wrong[0]}, but the layer has "
+                    f"subcomponents 0 to {C - 1}."
                 )
             kept = torch.zeros(C, dtype=torch.bool)
             kept[index.long()] = True
@@ -180,7 +187,7 @@ class Decomposition:
 def decompose(
     model: nn.Module,
     data: Data,
-    targets: Mapping[str, int],
+    layers: Mapping[str, int],
     config: DecompositionConfig | Mapping[str, Any] | None = None,
     *,
     output: OutputGetter = None,
@@ -191,38 +198,65 @@ def decompose(
 ) -> Decomposition:
     """Decompose the weight matrices of a trained model into rank-one subcomponents.
 
-    model       any nn.Module, in eval mode; it is not altered
-    data        an iterable of batches, or a function that draws a batch from a torch.Generator
-    targets     name patterns of the layers to decompose -> number of subcomponents C
-    config      the settings, as an object or a plain mapping; defaults are the paper's for TMS 5-2
-    output      how to get the tensor to compare from what the model returns: name, index or function
-    divergence  a function (masked output, target output) -> number per datapoint, instead of config.divergence
-    out         a directory for metrics.jsonl, checkpoints/ and decomposition/; without it nothing is written
-    resume      go on from the newest checkpoint in `out`
-    observer    called with a Progress at every log step
+    model       any nn.Module, in eval mode; it is not altered data        an iterable of batches,
+    or a function that draws a batch from a torch.Generator layers      name patterns of the layers
+    to decompose -> number of subcomponents C config      the settings, as an object or a plain
+    mapping; defaults are the paper's for TMS 5-2 output      how to get the tensor to compare from
+    what the model returns: name, index or function divergence  a function (masked output, target
+    output) -> number per datapoint, instead of config.divergence out         a directory for
+    metrics.jsonl, checkpoints/ and decomposition/; without it nothing is written resume      go on
+    from the newest checkpoint in `out` observer    called with a Progress at every log step
     """
-    if not isinstance(targets, Mapping):
+    if not isinstance(layers, Mapping):
         raise ConfigError(
-            f"targets is a {type(targets).__name__}; expected a mapping from layer name patterns to C, such as {{'mlp.*': 100}}."
+            f"layers is a {type(layers).__name__}; expected a mapping from layer name patterns to "
+            "C, such as "
+            "{'mlp.*': 100}."
         )
     if not isinstance(config, DecompositionConfig):
         config = validated(DecompositionConfig, config or {}, source="config")
-    directory = Path(out) if out is not None else None
-    if resume and directory is None:
+    if resume and out is None:
         raise ConfigError("resume=True needs out=, the directory of the run to resume.")
-    if directory is not None and not resume and (checkpoints(directory) or (directory / "decomposition").exists()):
-        raise CheckpointError(
-            f"{directory} already holds a run. Pass resume=True to go on with it, or choose another out=."
+    decomposed = build(model, layers, config, output)
+    if out is None:
+        return train(decomposed, data, config, divergence=divergence, observer=observer)
+    directory = RunDirectory.claim(out)
+    with directory.lock():
+        if not resume and (checkpoint_names(directory) or directory.sub("decomposition").exists()):
+            raise CheckpointError(
+                f"{directory.path} already holds a run. Pass resume=True to go on with it, or "
+                "choose another out=."
+            )
+        return train(
+            decomposed,
+            data,
+            config,
+            divergence=divergence,
+            directory=directory,
+            resume=resume,
+            observer=observer,
         )
-    if directory is not None:
-        remove_leftovers(directory)
+
+
+def train(
+    decomposed: DecomposedModel,
+    data: Data,
+    config: DecompositionConfig,
+    *,
+    divergence: Divergence | None = None,
+    directory: RunDirectory | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> Decomposition:
+    """Train a freshly built model; in a run directory, which must be locked, also keep all of it."""
     with torch.inference_mode(False), torch.enable_grad():
-        decomposed = build(model, targets, config, output)
-        training = Training(decomposed, data, config, divergence=divergence, directory=directory, observer=observer)
-        trained = training.run(resume=resume)
-    result = Decomposition(decomposed, config, trained.history, trained.seconds, divergence)
+        training = Training(
+            decomposed, data, config, divergence=divergence, directory=directory, observer=observer
+        )
+        training.run(resume=resume)
+    result = Decomposition(decomposed, config, training.history, training.seconds, divergence)
     if directory is not None:
-        result.save(directory / "decomposition")
+        result.save(directory.sub("decomposition"))
     return result
 
 
@@ -234,57 +268,57 @@ def load(
     If it was made with functions of your own as `output=` or `divergence=`, pass them again.
     """
     path = Path(path)
-    info = read_json(path / "decomposition.json")
-    found = info.get("format") if isinstance(info, dict) else None
-    if found != FORMAT:
+    if (path / "manifest.json").exists():  # it is not needed, but where it is, it knows of changes
+        directory = RunDirectory.open(path)
+        for name in (COMPONENTS, DESCRIPTION):
+            directory.read(name)
+    tensors, info = load_sealed(path / COMPONENTS)
+    if info.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {found!r}; this version of rankone ({version('rankone')}) reads format {FORMAT}."
+            f"{path} has format {info.get('format')!r}; this version of rankone "
+            f"({version('rankone')}) reads "
+            f"format {FORMAT}."
         )
-    tensors, sealed = load_sealed(path / "components.safetensors")
-    if sealed != info:
-        raise CheckpointError(f"{path}: components.safetensors and decomposition.json do not belong together.")
-    history = read_history(path / "history.jsonl", info["history_sha256"])
     if fingerprint(model) != info["target"]["sha256"]:
         raise CheckpointError(
-            f"{path} was made from another network: a {info['target']['class']} whose weights have SHA-256 "
-            f"{info['target']['sha256'][:12]}..., but this {type(model).__name__} has {fingerprint(model)[:12]}... "
+            f"{path} was made from another network: a {info['target']['class']} whose weights have "
+            "SHA-256 "
+            f"{info['target']['sha256'][:12]}..., but this {type(model).__name__} has "
+            f"{fingerprint(model)[:12]}... "
             "Load the exact weights that were decomposed."
         )
-    if output is None and isinstance(info["output"], dict):
-        raise ConfigError(
-            f"{path} was made with the function {info['output']['function']} as output=; pass it to load()."
-        )
-    if divergence is None and isinstance(info["divergence"], dict):
-        raise ConfigError(
-            f"{path} was made with the function {info['divergence']['function']} as divergence=; pass it to load()."
-        )
-    config = validated(DecompositionConfig, info["config"], source=str(path / "decomposition.json"))
+    for name, given in (("output", output), ("divergence", divergence)):
+        if given is None and isinstance(info[name], dict):
+            raise ConfigError(
+                f"{path} was made with the function {info[name]['function']} as {name}=; pass it to load()."
+            )
+    config = validated(DecompositionConfig, info["config"], source=str(path))
     getter = output if output is not None else info["output"]
     decomposed = build(model, {name: layer["C"] for name, layer in info["layers"].items()}, config, getter)
     with torch.no_grad():
         for name, tensor in decomposed.named_tensors().items():
             tensor.copy_(tensors[name])
+    history = parse_metrics(tensors[HISTORY].numpy().tobytes(), str(path))
     return Decomposition(decomposed, config, history, divergence=divergence)
 
 
-def read_history(path: Path, sha256: str) -> list[Record]:
-    """The history of an artifact, if it is the one that belongs to it."""
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        raise CheckpointError(f"{path} is missing or was changed after it was written.")
-    return read_metrics(path)
-
-
 def build(
-    model: nn.Module, targets: Mapping[str, int], config: DecompositionConfig, output: OutputGetter
+    model: nn.Module, layers: Mapping[str, int], config: DecompositionConfig, output: OutputGetter
 ) -> DecomposedModel:
     """A fresh DecomposedModel as the settings say."""
-    return DecomposedModel(
-        model,
-        targets,
-        importance=config.importance.kind,
-        importance_options=config.importance.options,
-        init=config.init,
-        tied=config.tied,
-        output=output,
-        seed=config.seed,
-    )
+    with torch.inference_mode(False):
+        return DecomposedModel(
+            model,
+            layers,
+            importance=config.importance.kind,
+            importance_options=config.importance.options,
+            init=config.init,
+            tied=config.tied,
+            output=output,
+            seed=config.seed,
+        )
+
+
+def _named(function: Any, otherwise: Any) -> Any:
+    """A function as JSON can hold it, by its name; anything else as it is."""
+    return {"function": described(function)} if callable(function) else otherwise

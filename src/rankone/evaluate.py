@@ -1,9 +1,10 @@
-"""How good is a decomposition? Reconstruction under every kind of mask, sparsity, and, where the truth is known, recovery.
+"""How good is a decomposition? Reconstruction under every kind of mask, sparsity, and recovery
+where the truth is known.
 
 All numbers are of data that training never drew (its own random stream), and are the same every time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankone.data import Data, batches, seed_for, shares_of, to_device
+from rankone.data import Data, batches, to_device
 from rankone.decomposition import Decomposition
 from rankone.importance import clipped
-from rankone.losses import Divergence, distance, divergence_named, faithfulness
+from rankone.losses import DIVERGENCES
 from rankone.masks import SOURCES
 from rankone.metrics import IMPORTANT, Check, Pattern, l0, mmcs_ml2r, run_check
+from rankone.step import Divergence, Step, faithfulness
 
 GroundTruth = Mapping[str, tuple[Pattern, int]]
 
@@ -29,7 +31,8 @@ class Similarity:
     mmcs: float
     ml2r: float
     mmcs_all: float
-    """Over all subcomponents, dead ones included: near 1 by chance when there are many in few dimensions."""
+    """Over all subcomponents, dead ones included: near 1 by chance when there are many in few
+    dimensions."""
     ml2r_all: float
 
 
@@ -64,11 +67,21 @@ class Evaluation:
             },
             **{key: similar.get(key) for key in ("mmcs", "ml2r", "mmcs_all", "ml2r_all")},
             "similarity_of": similar.get("layer"),
-            "n_alive": {name: len(found) for name, found in self.alive.items()},
+            "n_alive": {name: len(indices) for name, indices in self.alive.items()},
             "l0": self.l0,
             "reconstruction": self.reconstruction,
             "faithfulness": self.faithfulness,
         }
+
+
+def held_out(
+    decomposition: Decomposition, data: Data, n_batches: int, seed: int, divergence: Divergence | None
+) -> Iterator[Step]:
+    """Plain steps on batches that training never drew, to measure on."""
+    compare = divergence or decomposition.divergence or DIVERGENCES.get(decomposition.config.divergence)
+    model = decomposition.model
+    for i, batch in enumerate(islice(batches(data, seed, stream="evaluation"), n_batches)):
+        yield Step(model, to_device(batch, model.device), {}, compare, seed=seed, index=i)
 
 
 @torch.no_grad()
@@ -85,32 +98,28 @@ def evaluate(
 ) -> Evaluation:
     """Measure a decomposition on `n_batches` fresh batches, and on a probe where the truth is known."""
     model = decomposition.model
-    compare = divergence or decomposition.divergence or divergence_named(decomposition.config.divergence)
     totals = dict.fromkeys(SOURCES, 0.0)
     counts = dict.fromkeys(model.layers, 0.0)
     important = {name: torch.zeros(layer.C, dtype=torch.bool) for name, layer in model.layers.items()}
-    for i, drawn in enumerate(islice(batches(data, seed, stream="evaluation"), n_batches)):
-        batch = to_device(drawn, model.device)
-        clean = model.clean(batch)
-        raw = model.raw_importances(model.inner(clean))
-        for source, make in SOURCES.items():
-            masks = {name: make(r, seed_for(seed, f"evaluation/{source}/{name}", i)) for name, r in raw.items()}
-            output = model.masked(batch, masks)
-            totals[source] += float(distance(compare, output, clean.output, shares_of(batch))) / n_batches
-        for name, r in raw.items():
-            counts[name] += l0(clipped(r), shares_of(batch)) / n_batches
-            important[name] |= (clipped(r).flatten(0, -2) > IMPORTANT).any(0).cpu()
+    for step in held_out(decomposition, data, n_batches, seed, divergence):
+        for source in SOURCES:
+            totals[source] += float(step.distance(step.output(step.masks(source, 0)))) / n_batches
+        for name, raw in step.raw.items():
+            counts[name] += l0(clipped(raw), step.weights) / n_batches
+            important[name] |= (clipped(raw).flatten(0, -2) > IMPORTANT).any(0).cpu()
     probed: dict[str, Tensor] = {}
     if probe is not None:
         probed = {name: g.cpu() for name, g in decomposition.importances(probe).items()}
         for name, g in probed.items():
             important[name] |= (g > IMPORTANT).any(0)
-    checks = {name: run_check(pattern, k, probed[name]) for name, (pattern, k) in (ground_truth or {}).items()}
+    checks = {
+        name: run_check(pattern, k, probed[name]) for name, (pattern, k) in (ground_truth or {}).items()
+    }
     return Evaluation(
         reconstruction=totals,
         faithfulness=float(faithfulness(model)),
         l0=counts,
-        alive={name: torch.nonzero(found).flatten().tolist() for name, found in important.items()},
+        alive={name: torch.nonzero(chosen).flatten().tolist() for name, chosen in important.items()},
         checks=checks,
         similarity=_similarity(decomposition, similarity_of, important) if similarity_of else None,
         probe_importances=probed,

@@ -1,29 +1,29 @@
 """Causal importance functions: how much each subcomponent matters on each datapoint.
 
-A function maps the inner activations `h = V a` of one layer (of the *clean* target) to one raw number per
-subcomponent. The raw number is squashed twice: `lower_leaky` makes the masks, `upper_leaky` makes the
-minimality loss (appendix A.2 of the paper says why), and `clipped` is what people look at.
+A function gives one raw number per subcomponent, from what the *clean* target shows. The raw number
+is squashed twice: `lower_leaky` makes the masks, `upper_leaky` makes the minimality loss (appendix
+A.2 of the paper says why), and `clipped` is what people look at.
 
-A function of your own is a class with a name; its keyword arguments become its options in the config:
-
-    @register_importance("mine")
-    class Mine(ImportanceFunction):
-        def __init__(self, C, generator, *, width=8): ...
-        def forward(self, h): ...
+Most functions look at one layer at a time and see its inner activations `h = V a`: an
+`ImportanceFunction`. One that needs more, the layer's input or all layers at once, is a
+`JointImportance`. Both are registered by name; their keyword arguments become their options in the
+config. docs/extending.md shows both.
 """
 
 import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rankone.data import generator_for
 from rankone.errors import ConfigError, near_matches
+from rankone.settings import Registry
 
 LEAK = 0.01
 Option = int | float | str | bool
@@ -44,6 +44,22 @@ def clipped(raw: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return raw.clamp(0, 1)
 
 
+class LayerShape(NamedTuple):
+    """What a joint importance function is told of a layer when it is made."""
+
+    C: int
+    d_in: int
+
+
+class LayerActivations(NamedTuple):
+    """What the clean pass shows of one layer on a batch."""
+
+    inner: Float[Tensor, "*lead C"]
+    """The inner activations h = V a; gradient flows through them into V."""
+    vectors: Callable[[], Float[Tensor, "*lead d_in"]]
+    """The layer's input a, made when it is called."""
+
+
 class ImportanceFunction(nn.Module):
     """Raw importances of the C subcomponents of one layer, from their inner activations."""
 
@@ -51,39 +67,75 @@ class ImportanceFunction(nn.Module):
     def forward(self, h: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]: ...
 
 
-IMPORTANCES: dict[str, type[ImportanceFunction]] = {}
+class JointImportance(nn.Module):
+    """Raw importances of every decomposed layer, from what the clean pass shows of all of them.
+
+    Made as `cls(shapes, generator, **options)`, with the `LayerShape` of every layer by name.
+    """
+
+    @abstractmethod
+    def forward(self, layers: Mapping[str, LayerActivations]) -> dict[str, Tensor]: ...
+
+    def named(self) -> dict[str, nn.Parameter | Tensor]:
+        """Parameters and buffers, by the names they have in a checkpoint."""
+        return {f"importance.{k}": t for k, t in (*self.named_parameters(), *self.named_buffers())}
 
 
-def register_importance(name: str) -> Callable[[type[ImportanceFunction]], type[ImportanceFunction]]:
-    """Class decorator: make an importance function available to configs under `name`."""
+class PerLayer(JointImportance):
+    """One importance function for each layer, each on its own."""
 
-    def register(cls: type[ImportanceFunction]) -> type[ImportanceFunction]:
-        IMPORTANCES[name] = cls
-        return cls
+    def __init__(self, functions: Mapping[str, ImportanceFunction]) -> None:
+        super().__init__()
+        self.functions = dict(functions)
+        self._registered = nn.ModuleList(functions.values())
 
-    return register
+    def forward(self, layers: Mapping[str, LayerActivations]) -> dict[str, Tensor]:
+        return {name: function(layers[name].inner) for name, function in self.functions.items()}
+
+    def named(self) -> dict[str, nn.Parameter | Tensor]:
+        tensors: dict[str, nn.Parameter | Tensor] = {}
+        for name, f in self.functions.items():
+            tensors |= {f"{name}.importance.{k}": t for k, t in (*f.named_parameters(), *f.named_buffers())}
+        return tensors
+
+
+IMPORTANCES: Registry[type[ImportanceFunction] | type[JointImportance]] = Registry("importance function")
+register_importance = IMPORTANCES.register
 
 
 def check_importance(kind: str, options: Mapping[str, Option]) -> None:
     """Raise unless `kind` is registered and takes every one of `options`."""
-    if kind not in IMPORTANCES:
-        raise ConfigError(f"Unknown importance function {kind!r}. {near_matches(kind, IMPORTANCES)}")
-    taken = [p for p in inspect.signature(IMPORTANCES[kind].__init__).parameters if p not in ("self", "C", "generator")]
+    parameters = list(inspect.signature(IMPORTANCES.get(kind).__init__).parameters)[
+        3:
+    ]  # self, shape, generator
     for option in options:
-        if option not in taken:
-            hint = near_matches(option, taken) if taken else "It takes no options: set importance.options={} as well."
+        if option not in parameters:
+            none = "It takes no options: set importance.options={} as well."
+            hint = near_matches(option, parameters) if parameters else none
             raise ConfigError(f"Importance function {kind!r} has no option {option!r}. {hint}")
 
 
-def make_importance(kind: str, options: Mapping[str, Option], C: int, generator: torch.Generator) -> ImportanceFunction:
-    """A freshly initialised importance function for a layer of C subcomponents."""
+def make_importance(
+    kind: str, options: Mapping[str, Option], shapes: Mapping[str, LayerShape], seed: int
+) -> JointImportance:
+    """A freshly initialised importance function for these layers."""
     check_importance(kind, options)
-    return IMPORTANCES[kind](C, generator, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    cls: Any = IMPORTANCES.get(kind)
+    if issubclass(cls, JointImportance):
+        return cls(shapes, generator_for(seed, "init/importance"), **options)
+    return PerLayer(
+        {
+            n: cls(shape.C, generator_for(seed, f"init/importance/{n}"), **options)
+            for n, shape in shapes.items()
+        }
+    )
 
 
 def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"Importance option {name} is {value!r}; it must be a whole number of at least 1.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 100_000:
+        raise ConfigError(
+            f"Importance option {name} is {value!r}; it must be a whole number from 1 to 100,000."
+        )
     return value
 
 
@@ -91,8 +143,8 @@ def _whole(name: str, value: Any) -> int:
 class MLPImportance(ImportanceFunction):
     """The paper's function: for every subcomponent its own MLP from one number to one number.
 
-    One hidden layer of `d_gate` GELU neurons. Initialised as fan 1 with ReLU gain going in, fan `d_gate` with
-    linear gain going out, biases 0.
+    One hidden layer of `d_gate` GELU neurons. Initialised as fan 1 with ReLU gain going in, fan
+    `d_gate` with linear gain going out, biases 0.
     """
 
     def __init__(self, C: int, generator: torch.Generator, *, d_gate: Any = 16) -> None:
@@ -104,7 +156,8 @@ class MLPImportance(ImportanceFunction):
         self.b_out = nn.Parameter(torch.zeros(C))
 
     def forward(self, h: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
-        # Subcomponents come first, so that the large tensor is contiguous forward and backward: twice as fast.
+        # Subcomponents come first, so that the large tensor is contiguous forward and backward:
+        # twice as fast.
         columns = h.reshape(-1, h.shape[-1]).T.unsqueeze(-1)
         hidden = F.gelu(torch.baddbmm(self.b_in.unsqueeze(1), columns, self.w_in.unsqueeze(1)))
         raw = torch.bmm(hidden, self.w_out.unsqueeze(-1)).squeeze(-1).T + self.b_out
@@ -128,8 +181,9 @@ class LinearImportance(ImportanceFunction):
 class LayerMLPImportance(ImportanceFunction):
     """One MLP for the whole layer: every importance may depend on all inner activations of the layer.
 
-    The paper asks for such functions (section 2.3.3 and the discussion): whether a subcomponent matters can depend
-    on what its neighbours do. `width` is the number of GELU neurons, shared by all subcomponents.
+    The paper asks for such functions (section 2.3.3 and the discussion): whether a subcomponent
+    matters can depend on what its neighbours do. `width` is the number of GELU neurons, shared by
+    all subcomponents.
     """
 
     def __init__(self, C: int, generator: torch.Generator, *, width: Any = 64) -> None:

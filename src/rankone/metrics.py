@@ -1,7 +1,8 @@
 """Numbers that say how good a decomposition is, from matrices alone.
 
-The recovery checks compare importances on one-hot probes with the pattern a known mechanism must show; MMCS and ML2R compare
-subcomponents with the columns of the target's matrix (equations 9 and 10 of the paper).
+The recovery checks compare importances on one-hot probes with the pattern a known mechanism must
+show; MMCS and ML2R compare subcomponents with the columns of the target's matrix (equations 9 and
+10 of the paper).
 """
 
 import math
@@ -11,13 +12,13 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from rankone.losses import mean_over_data
+from rankone.data import mean_over_data
 
 IMPORTANT = 0.1
-"""Above this a subcomponent counts as important: for L0, for being alive, and for what a check calls an error."""
+"""Above this a subcomponent counts as important: for L0, for being alive, and for what a check
+calls an error."""
 CERTAIN = 0.9
 """A mechanism that is there must reach this importance on its own probe."""
 
@@ -30,7 +31,8 @@ class Check:
 
     pattern: Pattern
     expected: int
-    """identity: the number of features, one subcomponent each; dense: the number of subcomponents that serve many features each."""
+    """identity: the number of features, one subcomponent each; dense: the number of subcomponents
+    that serve many features each."""
     errors: int
     order: list[int]
     """The columns as the check sorted them, for plotting."""
@@ -40,7 +42,8 @@ class Check:
         return self.errors == 0
 
     def wrong(self, ordered: Float[Tensor, "features C"]) -> list[tuple[int, int]]:
-        """(feature, column) of the entries that are errors, of importances with their columns in `order`.
+        """(feature, column) of the entries that are errors, of importances with their columns in
+        `order`.
 
         A subcomponent of a dense pattern that is certain nowhere has no one entry to show.
         """
@@ -54,7 +57,10 @@ class Check:
 
 
 def identity_check(importances: Float[Tensor, "features C"]) -> Check:
-    """One subcomponent per feature and nothing else: errors are missing diagonal entries and stray others."""
+    """One subcomponent per feature and nothing else: errors are missing diagonal entries and stray
+    others."""
+    from scipy.optimize import linear_sum_assignment  # a seventh of the time that `import rankone` would take
+
     n, C = importances.shape
     g = importances.numpy().astype(np.float64)
     rows, columns = linear_sum_assignment(g, maximize=True)
@@ -67,7 +73,8 @@ def identity_check(importances: Float[Tensor, "features C"]) -> Check:
 
 
 def dense_check(importances: Float[Tensor, "features C"], k: int) -> Check:
-    """k subcomponents that serve everything: each must be certain somewhere, and no other may be important."""
+    """k subcomponents that serve everything: each must be certain somewhere, and no other may be
+    important."""
     order = torch.argsort(importances.sum(0), descending=True, stable=True).tolist()
     g = importances[:, order]
     uncertain = int((g[:, :k].amax(0) < CERTAIN).sum()) + max(0, k - g.shape[1])
@@ -85,10 +92,12 @@ def mmcs_ml2r(
     V: Float[Tensor, "C d_in"],
     among: Bool[Tensor, " C"] | None = None,
 ) -> tuple[float, float]:
-    """Mean max cosine similarity and mean L2 ratio between the columns of W and those of the subcomponents.
+    """Mean max cosine similarity and mean L2 ratio between the columns of W and those of the
+    subcomponents.
 
-    `among` limits the search to some subcomponents. In few dimensions a crowd of dead ones contains every direction by
-    chance, so the numbers mean something over the alive ones only. Without any subcomponent both are 0.
+    `among` limits the search to some subcomponents. In few dimensions a crowd of dead ones contains
+    every direction by chance, so the numbers mean something over the alive ones only. Without any
+    subcomponent both are 0.
     """
     if among is not None:
         U, V = U[:, among], V[among]
@@ -103,14 +112,15 @@ def mmcs_ml2r(
     return float(best.mean()), float(ratio.mean())
 
 
-def l0(importances: Float[Tensor, "*lead C"], shares: Tensor | None = None) -> float:
+def l0(importances: Float[Tensor, "*lead C"], weights: Tensor | None = None) -> float:
     """The mean number of important subcomponents per datapoint."""
     count = (importances > IMPORTANT).sum(-1).to(torch.float64)
-    return float(mean_over_data(count, shares))
+    return float(mean_over_data(count, weights))
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a share: what its true value may be after so few trials (95 % for z = 1.96)."""
+    """The Wilson score interval of a share: what its true value may be after so few trials (95 %
+    for z = 1.96)."""
     share = successes / trials
     middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))

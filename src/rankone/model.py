@@ -1,8 +1,9 @@
 """DecomposedModel: any nn.Module, seen as rank-one subcomponents of the layers you choose.
 
-The target is never altered. During one pass the chosen layers' `forward` is overridden on the instance and put
-back afterwards, whatever happens; no weight is copied into it, no gradient is left in it. Overriding `forward`
-rather than hooking it means that a replaced layer costs nothing, and that the user's own hooks go on working.
+The target is never altered. During one pass the chosen layers' `forward` is overridden on the
+instance and put back afterwards, whatever happens; no weight is copied into it, no gradient is left
+in it. Overriding `forward` rather than hooking it means that a replaced layer costs nothing, and
+that the user's own hooks go on working.
 """
 
 from collections import Counter
@@ -15,33 +16,34 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.adapters import Adapter, adapter_for
-from rankone.components import Subcomponents, TiedSubcomponents, datapoint_start, make_subcomponents
-from rankone.data import Batch, call_with, check_batch, generator_for, to_device
+from rankone.adapters import Activation, Adapter, adapter_for, dense
+from rankone.components import DATA_INITS, Subcomponents, TiedSubcomponents, make_subcomponents
+from rankone.data import Batch, call_with, check_batch, generator_for, shapes_of, to_device
 from rankone.errors import LayerError, TargetError, near_matches
-from rankone.fast.factored import Activation, dense
-from rankone.importance import ImportanceFunction, Option, clipped, make_importance
-from rankone.masks import Masks
+from rankone.importance import LayerActivations, LayerShape, Option, clipped, make_importance
+from rankone.masks import Mask, Masks
 from rankone.patching import (
     OutputGetter,
     choose_layers,
+    one_pass_at_a_time,
     only_input,
     overridden,
     pick_output,
-    refuse_training_mode,
+    refuse_unusable,
     same,
     unchanged,
 )
 
 START_ROWS = 20
-"""From how many datapoints per subcomponent the initialisation `datapoints` chooses."""
+"""From how many datapoints per subcomponent an initialisation from data chooses."""
 START_BATCHES = 32
 """How many batches it looks at in search of them."""
 
 
 @dataclass(frozen=True)
 class CleanPass:
-    """What the untouched target did on a batch: its output, and what each decomposed layer received and returned.
+    """What the untouched target did on a batch: its output, and what each decomposed layer received
+    and returned.
 
     Layers stand in the order in which the target calls them.
     """
@@ -53,27 +55,14 @@ class CleanPass:
 
 
 class DecomposedLayer(nn.Module):
-    """One decomposed layer: the original module, its matrix view, its subcomponents and their importance function."""
+    """One decomposed layer: the original module through its adapter, and its subcomponents."""
 
-    module: nn.Module
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        adapter: Adapter,
-        subcomponents: Subcomponents,
-        importance: ImportanceFunction,
-    ) -> None:
+    def __init__(self, name: str, adapter: Adapter, subcomponents: Subcomponents) -> None:
         super().__init__()
         self.name = name
-        self.adapter = adapter
+        self.adapter = adapter  # no submodule: the target's parameters are never ours to train, move or save
         self.subcomponents = subcomponents
-        self.importance = importance
-        self.weight_dtype = adapter.matrix(module).dtype
-        self.n_weights = adapter.matrix(module).numel()
-        # Not registered: the target's parameters are never ours to train, move or save.
-        object.__setattr__(self, "module", module)
+        self.weight_dtype = adapter.matrix().dtype
 
     @property
     def C(self) -> int:
@@ -81,30 +70,49 @@ class DecomposedLayer(nn.Module):
 
     def matrix(self) -> Float[Tensor, "d_out d_in"]:
         """The original weight, as a matrix, in the precision of the factors."""
-        return self.adapter.matrix(self.module).detach().to(self.subcomponents.U.dtype)
+        return self.adapter.matrix().detach().to(self.subcomponents.U.dtype)
 
     # Factors are kept in at least single precision; a half-precision target sees them in its own.
 
     def read(self, x: Activation) -> Float[Tensor, "*lead C"]:
+        """The inner activations V a of an input."""
         V = self.subcomponents.V
-        return self.adapter.read(self.module, x, V.to(self.weight_dtype)).to(V.dtype)
+        return self.adapter.read(x, V.to(self.weight_dtype)).to(V.dtype)
 
     def write(self, z: Float[Tensor, "*lead C"]) -> Activation:
+        """The output for masked inner activations z."""
         dtype = self.weight_dtype
-        return self.adapter.write(self.module, z.to(dtype), self.subcomponents.U.to(dtype))
+        return self.adapter.write(z.to(dtype), self.subcomponents.U.to(dtype))
+
+    def masked(self, x: Activation, mask: Mask, original: Callable[..., Any]) -> Activation:
+        """The output for an input under a mask; `original` is the module's own forward."""
+        z = self.read(x) * mask.values
+        output = self.write(z) if mask.delta is None else self._write_with_delta(x, z, mask.delta)
+        if mask.where is None:
+            return output
+        return torch.where(mask.where.unsqueeze(-1), dense(output), dense(original(x)))
+
+    def _write_with_delta(self, x: Activation, z: Tensor, delta: Float[Tensor, "*lead"]) -> Activation:
+        """U z + delta (W - U V) a + bias: the rest is written by unit vectors, one for each output."""
+        U, dtype = self.subcomponents.U, self.weight_dtype
+        rest = self.matrix() - self.subcomponents.weight()
+        unmasked = self.adapter.read(x, rest.to(dtype)).to(z.dtype)
+        z = torch.cat([z, delta.unsqueeze(-1) * unmasked], -1)
+        units = torch.eye(U.shape[0], dtype=U.dtype, device=U.device)
+        return self.adapter.write(z.to(dtype), torch.cat([U, units], 1).to(dtype))
 
     def verify(self, x: Activation, output: Activation) -> None:
-        """Raise unless this layer is its matrix and bias and nothing else: its real output must be what the adapter makes."""
-        W = self.adapter.matrix(self.module).detach()
-        few_outputs = W.shape[0] <= W.shape[1]
+        """Raise unless this layer is its matrix and bias and nothing else."""
+        W = self.adapter.matrix().detach()
         identity = torch.eye(min(W.shape), dtype=W.dtype, device=W.device)
-        U, V = (identity, W) if few_outputs else (W, identity)
-        made = self.adapter.write(self.module, self.adapter.read(self.module, x, V), U)
-        if not same(dense(made), dense(output)):
+        U, V = (identity, W) if W.shape[0] <= W.shape[1] else (W, identity)
+        if not same(dense(self.adapter.write(self.adapter.read(x, V), U)), dense(output)):
             raise LayerError(
-                f"Layer {self.name!r} ({type(self.module).__name__}) does not just multiply by its matrix and add its bias: "
-                "its output is something else. A subclass or a patched forward may do more. Leave it out, or register an "
-                "Adapter for its type that says what it does."
+                f"Layer {self.name!r} ({type(self.adapter.module).__name__}) does not just "
+                "multiply by its "
+                "matrix and add its bias: its output is something else. A subclass or a patched "
+                "forward may "
+                "do more. Leave it out, or register an Adapter for its type that says what it does."
             )
 
 
@@ -133,65 +141,35 @@ class DecomposedModel(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        refuse_training_mode(target)
+        refuse_unusable(target)
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "output", output)  # a getter that is a module must not be trained
         chosen = choose_layers(target, layers)
-        tied = dict(tied or {})
-        _check_tied_names(tied, chosen)
-        self.layers: dict[str, DecomposedLayer] = {}
-        for name, C in chosen.items():
-            module = target.get_submodule(name)
-            adapter = adapter_for(module, name)
-            W = adapter.matrix(module).detach()
-            if W.is_inference():
-                raise LayerError(
-                    f"Layer {name!r} was created under torch.inference_mode, so nothing can be trained through it. "
-                    "Create or load the model outside of inference mode."
+        self.tied = dict(tied or {})
+        _check_tied_names(self.tied, chosen)
+        adapters = {name: adapter_for(target.get_submodule(name), name) for name in chosen}
+        own: dict[str, DecomposedLayer] = {}
+        for name, adapter in adapters.items():
+            W = _decomposable(name, adapter.matrix().detach())
+            if name not in self.tied:
+                generator = generator_for(seed, f"init/components/{name}")
+                own[name] = DecomposedLayer(
+                    name, adapter, make_subcomponents(W, chosen[name], init, generator)
                 )
-            if W.dtype in (torch.float16, torch.bfloat16):
-                W = W.float()
-            if not W.is_floating_point():
-                raise LayerError(
-                    f"Layer {name!r} has a weight of type {W.dtype}; only floating point can be decomposed."
-                )
-            if name in tied:
-                continue
-            parts = make_subcomponents(W, C, init, generator_for(seed, f"init/components/{name}"))
-            self.layers[name] = self._layer(name, module, adapter, parts, importance, importance_options, seed)
-        for name, source_name in tied.items():
-            module = target.get_submodule(name)
-            adapter = adapter_for(module, name)
-            source = self.layers[source_name]
-            W = adapter.matrix(module).to(source.subcomponents.U.dtype)
-            transposed = _tie_orientation(name, W, source_name, source.matrix())
-            if chosen[name] != source.C:
-                raise LayerError(
-                    f"Layer {name!r} has C = {chosen[name]} but is tied to {source_name!r}, which has C = {source.C}. "
-                    "Tied layers share their subcomponents, so both need the same C."
-                )
-            parts = TiedSubcomponents(source.subcomponents, transposed=transposed)
-            self.layers[name] = self._layer(name, module, adapter, parts, importance, importance_options, seed)
         # The order in which the target defines its layers, whatever was tied to what.
-        self.layers = {name: self.layers[name] for name in chosen}
+        self.layers: dict[str, DecomposedLayer] = {}
+        for name, adapter in adapters.items():
+            layer = own.get(name) or _tied_layer(name, adapter, chosen[name], own[self.tied[name]])
+            self.layers[name] = layer
         self._registered = nn.ModuleList(self.layers.values())
-        self.tied = tied
+        shapes = {n: LayerShape(layer.C, layer.matrix().shape[1]) for n, layer in self.layers.items()}
+        function = make_importance(importance, importance_options or {}, shapes, seed)
+        like = next(iter(own.values())).subcomponents.U
+        self.importance = function.to(device=like.device, dtype=like.dtype)
+        self.init = init
         self._verified_in_mode: bool | None = None
         self._overwritten_inputs: set[str] = set()
         self._overwritten_outputs: set[str] = set()
-
-    @staticmethod
-    def _layer(
-        name: str,
-        module: nn.Module,
-        adapter: Adapter,
-        parts: Subcomponents,
-        kind: str,
-        options: Mapping[str, Option] | None,
-        seed: int,
-    ) -> DecomposedLayer:
-        function = make_importance(kind, options or {}, parts.C, generator_for(seed, f"init/importance/{name}"))
-        return DecomposedLayer(name, module, adapter, parts, function.to(device=parts.U.device, dtype=parts.U.dtype))
 
     @property
     def device(self) -> torch.device:
@@ -199,20 +177,21 @@ class DecomposedModel(nn.Module):
 
     @torch.no_grad()
     def start_from_data(self, stream: Iterator[Batch], seed: int) -> None:
-        """Let subcomponents start as what their matrix does to single datapoints: the initialisation `datapoints`."""
+        """Start U and V from the first batches, where the initialisation is one from data."""
+        start = DATA_INITS.get(self.init)
         own = {name: layer for name, layer in self.layers.items() if name not in self.tied}
-        seen: dict[str, list[Tensor]] = {name: [] for name in own}
+        rows: dict[str, list[Tensor]] = {name: [] for name in own}
         for batch in islice(stream, START_BATCHES):
             clean = self.clean(to_device(batch, self.device))
             for name, layer in own.items():
-                a = layer.adapter.vectors(layer.module, clean.inputs[name]).flatten(0, -2)
-                seen[name].append(a.to("cpu", layer.subcomponents.U.dtype))
-            if all(sum(map(len, seen[name])) >= START_ROWS * layer.C for name, layer in own.items()):
+                a = layer.adapter.vectors(clean.inputs[name]).flatten(0, -2)
+                rows[name].append(a.to("cpu", layer.subcomponents.U.dtype))
+            if all(sum(map(len, rows[name])) >= START_ROWS * layer.C for name, layer in own.items()):
                 break
         for name, layer in own.items():
-            inputs = torch.cat(seen[name])[: START_ROWS * layer.C]
-            generator = generator_for(seed, f"init/datapoints/{name}")
-            U, V = datapoint_start(layer.matrix().cpu(), inputs, layer.C, generator)
+            inputs = torch.cat(rows[name])[: START_ROWS * layer.C]
+            generator = generator_for(seed, f"init/{self.init}/{name}")
+            U, V = start(layer.matrix().cpu(), inputs, layer.C, generator)
             layer.subcomponents.U.copy_(U)
             layer.subcomponents.V.copy_(V)
 
@@ -225,29 +204,33 @@ class DecomposedModel(nn.Module):
         """All U and V that are trained (tied ones once)."""
         return [p for layer in self.layers.values() for p in layer.subcomponents.parameters()]
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Every trained parameter under a readable name: `layer.U`, `layer.V`, `layer.importance.*`."""
-        named: dict[str, nn.Parameter] = {}
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Everything that makes up the decomposition, by a readable name: `layer.U`,
+        `layer.importance.*`."""
+        named: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
             named |= {f"{name}.{key}": p for key, p in layer.subcomponents.named_parameters()}
-            named |= {f"{name}.importance.{key}": p for key, p in layer.importance.named_parameters()}
-        return named
+        return named | self.importance.named()
 
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Everything that makes up the decomposition: what is trained, and the buffers of importance functions."""
-        named: dict[str, Tensor] = dict(self.trained())
-        for name, layer in self.layers.items():
-            named |= {f"{name}.importance.{key}": b for key, b in layer.importance.named_buffers()}
-        return named
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Every trained parameter: `named_tensors` without buffers."""
+        return {name: t for name, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
 
     @torch.no_grad()
     def clean(self, batch: Batch) -> CleanPass:
         """Run the untouched target; remember its output and the inputs of the decomposed layers."""
         check_batch(batch)
-        if self._verified_in_mode != self.target.training:
-            self._verify(batch)
-            self._verified_in_mode = self.target.training
-        return self._observe(batch)
+        try:
+            if self._verified_in_mode != self.target.training:
+                self._verify(batch)
+                self._verified_in_mode = self.target.training
+            return self._observe(batch)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise TargetError(
+                f"The target cannot be run on a batch of {shapes_of(batch)}: {error}. Check that "
+                "the data gives "
+                "what the model takes: shapes, types, device."
+            ) from error
 
     def _observe(self, batch: Batch, *, copy_outputs: bool = False) -> CleanPass:
         inputs: dict[str, Activation] = {}
@@ -255,7 +238,7 @@ class DecomposedModel(nn.Module):
         versions: dict[str, tuple[int, int]] = {}
 
         def recorder(layer: DecomposedLayer) -> Callable[..., Any]:
-            original = layer.module.forward
+            original = layer.adapter.module.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 x = only_input(layer.name, args, kwargs)
@@ -268,27 +251,34 @@ class DecomposedModel(nn.Module):
 
             return forward
 
-        recorders = {name: recorder(layer) for name, layer in self.layers.items()}
-        result = self._run(lambda: call_with(self.target, batch), recorders)
-        # An activation that works in place, or `x += ...`, changes what a layer returned: such an output is not kept.
+        with one_pass_at_a_time:
+            recorders = {name: recorder(layer) for name, layer in self.layers.items()}
+            result = self._run(lambda: call_with(self.target, batch), recorders)
+        # An activation that works in place, or `x += ...`, changes what a layer returned: such an
+        # output is not kept.
         self._overwritten_outputs |= {name for name, y in outputs.items() if y._version != versions[name][1]}
         overwritten = {name for name, x in inputs.items() if x._version != versions[name][0]}
         if overwritten:
-            # The target changed a layer's input in place after the layer had used it: keep copies from now on.
+            # The target changed a layer's input in place after the layer had used it: keep copies
+            # from now on.
             self._overwritten_inputs |= overwritten
             return self._observe(batch, copy_outputs=copy_outputs)
-        kept = {name: y for name, y in outputs.items() if copy_outputs or name not in self._overwritten_outputs}
+        kept = {
+            name: y for name, y in outputs.items() if copy_outputs or name not in self._overwritten_outputs
+        }
         return CleanPass(pick_output(result, self.output).detach(), inputs, kept)
 
     def _verify(self, batch: Batch) -> None:
-        """What must hold for a decomposition to mean anything: passes repeat, and layers are what their adapters say."""
-        refuse_training_mode(self.target)
+        """What must hold for a decomposition to mean anything: passes repeat, and layers are what
+        their adapters say."""
+        refuse_unusable(self.target)
         with unchanged(self.target):
             seen = self._observe(batch, copy_outputs=True)
             again = self._observe(batch)
         if not same(seen.output, again.output):
             raise TargetError(
-                "The target gives different outputs for the same batch, so its output cannot be compared with. "
+                "The target gives different outputs for the same batch, so its output cannot be "
+                "compared with. "
                 "Call model.eval() before decomposing, and switch off whatever else is random in it."
             )
         for name, layer in self.layers.items():
@@ -298,48 +288,62 @@ class DecomposedModel(nn.Module):
         """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
         return {name: layer.read(clean.inputs[name]) for name, layer in self.layers.items()}
 
-    def raw_importances(self, inner: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs of the importance functions before any squashing."""
-        return {name: layer.importance(inner[name]) for name, layer in self.layers.items()}
+    def raw_importances(self, clean: CleanPass, inner: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the importance function says of every layer, before any squashing."""
+
+        def vectors(layer: DecomposedLayer) -> Callable[[], Tensor]:
+            return lambda: layer.adapter.vectors(clean.inputs[layer.name]).to(layer.subcomponents.V.dtype)
+
+        return self.importance(
+            {n: LayerActivations(inner[n], vectors(layer)) for n, layer in self.layers.items()}
+        )
 
     @torch.no_grad()
     def importances(self, batch: Batch) -> dict[str, Tensor]:
         """Causal importances in [0, 1] of every subcomponent of every layer, per datapoint."""
-        raw = self.raw_importances(self.inner(self.clean(batch)))
-        return {name: clipped(r) for name, r in raw.items()}
+        clean = self.clean(batch)
+        return {name: clipped(raw) for name, raw in self.raw_importances(clean, self.inner(clean)).items()}
 
-    def masked(self, batch: Batch, masks: Masks, known: Mapping[str, Activation] | None = None) -> Tensor:
-        """The target's output when the layers in `masks` are their masked subcomponents, the others original.
+    def masked(self, batch: Batch, masks: Masks, outputs: Mapping[str, Activation] | None = None) -> Tensor:
+        """The target's output when the layers in `masks` are their masked subcomponents, the others
+        original.
 
-        `known` gives outputs of layers that need not be computed again, as `StepContext` knows them.
+        `outputs` gives outputs of layers that need not be computed again.
         """
-        return pick_output(self.under(masks, lambda: call_with(self.target, batch), known), self.output)
+        return pick_output(self.under(masks, lambda: call_with(self.target, batch), outputs), self.output)
 
-    def under(self, masks: Masks, run: Callable[[], Any], known: Mapping[str, Activation] | None = None) -> Any:
+    def under(
+        self, masks: Masks, run: Callable[[], Any], outputs: Mapping[str, Activation] | None = None
+    ) -> Any:
         """Whatever `run()` returns while the target's layers in `masks` are their masked subcomponents."""
 
-        def replacement(layer: DecomposedLayer, mask: Tensor) -> Callable[..., Activation]:
+        def replacement(layer: DecomposedLayer, mask: Mask) -> Callable[..., Activation]:
+            original = layer.adapter.module.forward
+
             def forward(*args: Any, **kwargs: Any) -> Activation:
-                return layer.write(layer.read(only_input(layer.name, args, kwargs)) * mask)
+                return layer.masked(only_input(layer.name, args, kwargs), mask, original)
 
             return forward
 
         for name, mask in masks.items():
             self.check_mask(name, mask)
-        forwards: dict[str, Callable[..., Any]] = {n: replacement(self.layer(n), mask) for n, mask in masks.items()}
-        forwards |= {name: (lambda *args, output=output, **kwargs: output) for name, output in (known or {}).items()}
-        return self._run(run, forwards)
+        forwards: dict[str, Callable[..., Any]]
+        with one_pass_at_a_time:
+            forwards = {name: replacement(self.layer(name), mask) for name, mask in masks.items()}
+            forwards |= {name: (lambda *args, y=y, **kwargs: y) for name, y in (outputs or {}).items()}
+            return self._run(run, forwards)
 
-    def check_mask(self, name: str, mask: Tensor) -> None:
-        if mask.shape[-1] != self.layer(name).C:
+    def check_mask(self, name: str, mask: Mask) -> None:
+        if mask.values.shape[-1] != self.layer(name).C:
             raise LayerError(
-                f"The mask for layer {name!r} has {mask.shape[-1]} entries in its last dimension, but the layer "
-                f"has C = {self.layer(name).C} subcomponents."
+                f"The mask for layer {name!r} has {mask.values.shape[-1]} entries in its last "
+                "dimension, but "
+                f"the layer has C = {self.layer(name).C} subcomponents."
             )
 
     def forward(self, batch: Batch) -> Tensor:
         """The target with every decomposed matrix replaced by the sum of its subcomponents."""
-        ones = {name: layer.subcomponents.U.new_ones(layer.C) for name, layer in self.layers.items()}
+        ones = {n: Mask(layer.subcomponents.U.new_ones(layer.C)) for n, layer in self.layers.items()}
         return self.masked(batch, ones)
 
     def _run(self, run: Callable[[], Any], forwards: Mapping[str, Callable[..., Any]]) -> Any:
@@ -353,7 +357,8 @@ class DecomposedModel(nn.Module):
 
             return call
 
-        with overridden({self.layers[name].module: counted(name, f) for name, f in forwards.items()}):
+        modules = {self.layers[name].adapter.module: counted(name, f) for name, f in forwards.items()}
+        with overridden(modules):
             result = run()
         if len(calls) != len(forwards) or set(calls) != set(forwards):
             self._explain_calls(Counter(calls), forwards)
@@ -364,13 +369,17 @@ class DecomposedModel(nn.Module):
         for name in expected:
             if calls[name] == 0:
                 raise LayerError(
-                    f"Layer {name!r} was chosen, but the target's forward pass never calls it on this input (its weight "
-                    "may be read directly, as nn.MultiheadAttention does with out_proj). Leave it out of the patterns."
+                    f"Layer {name!r} was chosen, but the target's forward pass never calls it on "
+                    "this input (its weight "
+                    "may be read directly, as nn.MultiheadAttention does with out_proj). Leave it "
+                    "out of the patterns."
                 )
             if calls[name] > 1:
                 raise LayerError(
-                    f"Layer {name!r} is called {calls[name]} times in one forward pass; rankone decomposes layers that are "
-                    "called once. Give each use a module of its own (they may share the weight: see `tied`), or leave it out."
+                    f"Layer {name!r} is called {calls[name]} times in one forward pass; rankone "
+                    "decomposes layers that are "
+                    "called once. Give each use a module of its own (they may share the weight: "
+                    "see `tied`), or leave it out."
                 )
 
 
@@ -383,17 +392,47 @@ def _check_tied_names(tied: Mapping[str, str], chosen: Mapping[str, int]) -> Non
                 )
         if source in tied or source == name:
             raise LayerError(
-                f"Layer {name!r} is tied to {source!r}, which is itself tied. Tie both to the same untied layer."
+                f"Layer {name!r} is tied to {source!r}, which is itself tied. Tie both to the same "
+                "untied layer."
             )
 
 
+def _decomposable(name: str, W: Tensor) -> Tensor:
+    """A matrix in at least single precision, or an error that says why it cannot be decomposed."""
+    if W.is_inference():
+        raise LayerError(
+            f"Layer {name!r} was created under torch.inference_mode, so nothing can be trained "
+            "through it. "
+            "Create or load the model outside of inference mode."
+        )
+    if not W.is_floating_point():
+        raise LayerError(
+            f"Layer {name!r} has a weight of type {W.dtype}; only floating point can be decomposed."
+        )
+    return W.float() if W.dtype in (torch.float16, torch.bfloat16) else W
+
+
+def _tied_layer(name: str, adapter: Adapter, C: int, source: DecomposedLayer) -> DecomposedLayer:
+    W = adapter.matrix().detach().to(source.subcomponents.U.dtype)
+    transposed = _tie_orientation(name, W, source.name, source.matrix())
+    if source.C != C:
+        raise LayerError(
+            f"Layer {name!r} has C = {C} but is tied to {source.name!r}, which has C = {source.C}. "
+            "Tied layers share their subcomponents, so both need the same C."
+        )
+    return DecomposedLayer(name, adapter, TiedSubcomponents(source.subcomponents, transposed=transposed))
+
+
 def _tie_orientation(name: str, W: Tensor, source_name: str, source: Tensor) -> bool:
-    """Whether W is the transpose of the source (True) or equal to it (False); anything else is an error."""
+    """Whether W is the transpose of the source (True) or equal to it (False); anything else is an
+    error."""
     if W.shape == source.T.shape and torch.equal(W, source.T):
         return True
     if W.shape == source.shape and torch.equal(W, source):
         return False
     raise LayerError(
-        f"Layers {name!r} {tuple(W.shape)} and {source_name!r} {tuple(source.shape)} are declared as tied, but their matrices "
-        "are neither equal nor each other's transpose. Remove the entry from `tied` to decompose them separately."
+        f"Layers {name!r} {tuple(W.shape)} and {source_name!r} {tuple(source.shape)} are declared "
+        "as tied, but their matrices "
+        "are neither equal nor each other's transpose. Remove the entry from `tied` to decompose "
+        "them separately."
     )

@@ -1,61 +1,69 @@
-"""The inner loops of a training step on the CPU, compiled by numba when it is installed.
+"""The inner loops of a training step on the CPU, written for numba.
 
-A gate is a function of one number. Instead of running its `d_gate` neurons on every datapoint, a kernel runs them at a few
-nodes that span this batch's inner activations, with value and slope, and joins the nodes by cubics (Hermite interpolation).
-There are as many nodes as the steepest neuron needs: the error is bounded, not the work.
-Gradients are those of the interpolant, so they flow through the nodes into the gate's parameters; every datapoint then costs a
-table look-up, whatever d_gate is. Gate, leaky hard sigmoid, random number, mask and masked inner activation are made in one
-walk over memory, one subcomponent at a time, so that a subcomponent's table and its column stay in the first-level cache.
+A gate is a function of one number. Instead of running its `d_gate` neurons on every datapoint, a
+kernel runs them at a few nodes that span this batch's inner activations, with value and slope, and
+joins the nodes by cubics (Hermite interpolation). There are as many nodes as the steepest neuron
+needs: the error is bounded, not the work. Gradients are those of the interpolant, so they flow
+through the nodes into the gate's parameters; every datapoint then costs a table look-up, whatever
+d_gate is. Gate, leaky hard sigmoid, random number, mask and masked inner activation are made in one
+walk over memory, one subcomponent at a time, so that a subcomponent's table and its column stay in
+the first-level cache.
 
-Each subcomponent is handled by one thread from start to end: results do not depend on the number of threads.
-Nothing here knows torch; fast.py is the bridge. See LOG.md for what was measured.
+A kernel handles subcomponents `begin` to `end`, each from start to end: results do not depend on
+how they are shared between threads. Nothing here knows torch. compiled.py compiles and loads this
+module, gates.py is the bridge to torch.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import types
+from numba.core.compiler import Compiler
 
-# Sums may be reordered and products contracted, which vector instructions need; NaN and infinity keep their meaning.
+# Sums may be reordered and products contracted, which vector instructions need; NaN and infinity
+# keep their meaning.
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
+njit: Any = numba.njit  # its type stubs know only some of its options
 f4 = np.float32
 u4 = np.uint32
 LEAK = f4(0.01)
 
 WIDEST_STEP = f4(0.2)
-"""How far a gate's steepest neuron may move between two nodes. The error of the gradients falls with its third power."""
+"""How far a gate's steepest neuron may move between two nodes. The error of the gradients falls with
+its third power."""
 FEWEST_INTERVALS = 8
 MOST_INTERVALS = 256
-"""A subcomponent that would need more is evaluated exactly: inner activations with outliers, or very steep gates."""
+"""A subcomponent that would need more is evaluated exactly: inner activations with outliers, or very
+steep gates."""
 NARROW_STEP = f4(0.01)
-"""Below this, neighbouring nodes differ by little more than rounding, and cubics are made from slopes alone."""
+"""Below this, neighbouring nodes differ by little more than rounding, and cubics are made from slopes
+alone."""
 
 
-def _cached(**options: Any) -> Any:
-    """`njit` that keeps compiled code on disk where there is a place for it."""
+class _Unaliased(Compiler):
+    """No two arrays overlap: only then can the look-up loop of the forward kernel be vectorised."""
 
-    def decorate(function: Any) -> Any:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # neither the package nor the user's cache directory can be written
-            return njit(**options)(function)
-
-    return decorate
+    def define_pipelines(self) -> Any:
+        self.state.flags.noalias = True
+        return super().define_pipelines()
 
 
-_inline = _cached(inline="always", fastmath=_FAST)
-_kernel = _cached(parallel=True, fastmath=_FAST)
+# Division by zero gives infinity: a check for it would keep loops from being vectorised.
+_inline = njit(inline="always", fastmath=_FAST, error_model="numpy")
+_loops = partial(njit, fastmath=_FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @_inline
 def _normal(a: Any) -> Any:
     """The normal distribution function and density at `a`, to 2e-7: one exponential serves both.
 
-    The exponential is Cephes' polynomial after a reduction by powers of 2, the tail is 7.1.26 of Abramowitz and Stegun.
-    Both are written out because a call into a mathematics library would keep the loop from being vectorised.
+    The exponential is Cephes' polynomial after a reduction by powers of 2, the tail is 7.1.26 of
+    Abramowitz and Stegun. Both are written out because a call into a mathematics library would keep
+    the loop from being vectorised.
     """
     y = max(f4(-0.5) * a * a, f4(-87.0))
     n = np.floor(y * f4(1.44269504) + f4(0.5))
@@ -83,7 +91,8 @@ def _normal(a: Any) -> Any:
 def _mix(x: Any) -> Any:
     """A well-mixed 32-bit number from another (the finaliser known as lowbias32).
 
-    numba computes with 64 bits, so every result is cut to 32; the compiler turns that into 32-bit arithmetic.
+    numba computes with 64 bits, so every result is cut to 32; the compiler turns that into 32-bit
+    arithmetic.
     """
     x = u4(x ^ (x >> u4(16)))
     x = u4(x * u4(0x7FEB352D))
@@ -100,7 +109,7 @@ def _uniform(counter: Any, key0: Any, key1: Any) -> Any:
 
 @_inline
 def _interval(t: Any, last: Any) -> Any:
-    """The interval that position `t` (in units of intervals) falls into; safe for any t, NaN included."""
+    """The interval that position `t` (in units of intervals) falls into; safe for NaN, too."""
     return np.uint64(min(max(np.int32(t), np.int32(0)), last))
 
 
@@ -126,20 +135,23 @@ def _power(x: Any, p: Any) -> Any:
     return x * x if p == f4(2.0) else x**p
 
 
-@_kernel
-def gate_forward(
-    h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any,
-    saturation: Any, raw: Any, mask: Any, carried: Any, penalty: Any, slopes: Any, low: Any, width: Any, nodes: Any,
+@_loops(pipeline_class=_Unaliased)
+def _forward(
+    begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any,
+    row_weights: Any, p: Any, eps: Any, saturation: Any, raw: Any, mask: Any, masked: Any, penalty: Any,
+    slopes: Any, low: Any, width: Any, nodes: Any,
 ) -> None:  # fmt: skip
-    """Raw importances, stochastic masks and masked inner activations, all `[C, rows]`, from inner activations h.
+    """Raw importances, stochastic masks and masked inner activations from inner activations h.
 
-    `penalty[c]` becomes the sum over rows of shares times the penalty of upper_leaky(raw) (see fast.Penalty). Also fills in what the way back needs:
-    the slope of the gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart they are (`width`) and
-    how many there are (`nodes`; 0 where none are used, and then there are no slopes either).
+    All are `[C, rows]`. `penalty[c]` becomes the sum over rows of row_weights times the penalty of
+    upper_leaky(raw) (see gates.Penalty). Also fills in what the way back needs: the slope of the
+    gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart
+    they are (`width`) and how many there are (`nodes`; 0 where none are used, and then there are no
+    slopes either).
     """
-    C, rows = h.shape
+    rows = h.shape[1]
     d_gate = w_in.shape[1]
-    for c in prange(C):
+    for c in range(np.uint64(begin), np.uint64(end)):
         smallest = h[c, 0]
         largest = h[c, 0]
         for r in range(rows):
@@ -148,8 +160,8 @@ def gate_forward(
         steepest = f4(0.0)
         for d in range(d_gate):
             steepest = max(steepest, abs(w_in[c, d]))
-        wanted = (largest - smallest) * steepest / WIDEST_STEP
-        if not wanted < f4(MOST_INTERVALS):
+        needed = (largest - smallest) * steepest / WIDEST_STEP
+        if not needed < f4(MOST_INTERVALS):
             nodes[c] = 0
             for r in range(rows):
                 raw[c, r] = b_out[c]
@@ -158,7 +170,7 @@ def gate_forward(
                     a = w_in[c, d] * h[c, r] + b_in[c, d]
                     raw[c, r] += w_out[c, d] * a * _normal(a)[0]
         else:
-            intervals = np.int32(max(wanted, f4(FEWEST_INTERVALS - 1))) + np.int32(1)
+            intervals = np.int32(max(needed, f4(FEWEST_INTERVALS - 1))) + np.int32(1)
             last = np.int32(intervals - 1)
             dx = max(largest - smallest, f4(1e-12)) / f4(intervals)
             low[c] = smallest
@@ -189,7 +201,9 @@ def gate_forward(
                 i = _interval(t, last)
                 t -= f4(np.int32(i))
                 raw[c, r] = ((table[i, 3] * t + table[i, 2]) * t + table[i, 1]) * t + table[i, 0]
-                slopes[c, r] = per_unit * ((f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1])
+                slopes[c, r] = per_unit * (
+                    (f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1]
+                )
         first = u4(c * rows)
         for r in range(rows):
             u = _uniform(u4(first + r), key0, key1)
@@ -197,43 +211,45 @@ def gate_forward(
             g = min(max(x, LEAK * x), f4(1.0))
             m = g + (f4(1.0) - g) * u
             mask[c, r] = m
-            carried[c, r] = m * h[c, r]
+            masked[c, r] = m * h[c, r]
         total = f4(0.0)
         if saturation > f4(0.0):
             for r in range(rows):
                 q = _power(_squashed(raw[c, r]) + eps, p)
-                total += shares[r] * (f4(1.0) + saturation) * q / (f4(1.0) + saturation * q)
+                total += row_weights[r] * (f4(1.0) + saturation) * q / (f4(1.0) + saturation * q)
         elif p == f4(1.0):
             for r in range(rows):
-                total += shares[r] * _squashed(raw[c, r])
+                total += row_weights[r] * _squashed(raw[c, r])
         elif p == f4(2.0):
             for r in range(rows):
                 x = _squashed(raw[c, r])
-                total += shares[r] * x * x
+                total += row_weights[r] * x * x
         elif p > f4(0.0):
             for r in range(rows):
-                total += shares[r] * (_squashed(raw[c, r]) + eps) ** p
+                total += row_weights[r] * (_squashed(raw[c, r]) + eps) ** p
         penalty[c] = total
 
 
-@_kernel
-def gate_backward(
-    h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any, shares: Any, p: Any, eps: Any,
+@_loops()
+def _backward(
+    begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any,
+    row_weights: Any, p: Any, eps: Any,
     saturation: Any, raw: Any, mask: Any, slopes: Any, low: Any, width: Any, nodes: Any,
-    has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_carried: bool, to_carried: Any, to_penalty: Any,
+    has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_masked: bool, to_masked: Any,
+    to_penalty: Any,
     to_h: Any, to_w_in: Any, to_b_in: Any, to_w_out: Any, to_b_out: Any,
 ) -> None:  # fmt: skip
-    """Gradients to h and to the gate's parameters, from those to raw, mask, carried (where there are any) and penalty."""
-    C, rows = h.shape
+    """Gradients to h and the gate's parameters, from those to raw, mask, masked and penalty."""
+    rows = h.shape[1]
     d_gate = w_in.shape[1]
-    for c in prange(C):
+    for c in range(np.uint64(begin), np.uint64(end)):
         to_gate = np.empty(rows, np.float32)
         first = u4(c * rows)
         for r in range(rows):
             x = raw[c, r]
             leaky = LEAK if x <= f4(0.0) else (f4(1.0) if x <= f4(1.0) else f4(0.0))
             by_mask = (to_mask[c, r] if has_mask else f4(0.0)) + (
-                to_carried[c, r] * h[c, r] if has_carried else f4(0.0)
+                to_masked[c, r] * h[c, r] if has_masked else f4(0.0)
             )
             to_gate[r] = by_mask * leaky * (f4(1.0) - _uniform(u4(first + r), key0, key1))
         if has_raw:
@@ -245,19 +261,19 @@ def gate_backward(
                     x = _squashed(raw[c, r]) + eps
                     flattened = f4(1.0) + saturation * _power(x, p)
                     rise = p * _power(x, p - f4(1.0)) * (f4(1.0) + saturation) / (flattened * flattened)
-                    to_gate[r] += to_penalty * shares[r] * _squashed_slope(raw[c, r]) * rise
+                    to_gate[r] += to_penalty * row_weights[r] * _squashed_slope(raw[c, r]) * rise
             elif p == f4(1.0):
                 for r in range(rows):
-                    to_gate[r] += to_penalty * shares[r] * _squashed_slope(raw[c, r])
+                    to_gate[r] += to_penalty * row_weights[r] * _squashed_slope(raw[c, r])
             elif p == f4(2.0):
                 for r in range(rows):
                     x = raw[c, r]
-                    to_gate[r] += f4(2.0) * to_penalty * shares[r] * _squashed_slope(x) * _squashed(x)
+                    to_gate[r] += f4(2.0) * to_penalty * row_weights[r] * _squashed_slope(x) * _squashed(x)
             else:
                 for r in range(rows):
                     x = raw[c, r]
                     power = (_squashed(x) + eps) ** (p - f4(1.0))
-                    to_gate[r] += p * to_penalty * shares[r] * _squashed_slope(x) * power
+                    to_gate[r] += p * to_penalty * row_weights[r] * _squashed_slope(x) * power
         if nodes[c] == 0:
             total = f4(0.0)
             for r in range(rows):
@@ -297,8 +313,9 @@ def gate_backward(
                 i = np.int32(_interval(t, last))
                 which[r] = i
                 place[r] = t - f4(i)
-            # Neighbouring rows often fall into one interval, and an addition has to wait for the one before: four tables in turn.
-            # Nothing else is written in this loop, or the compiler could not add to the four sums of an interval at once.
+            # Neighbouring rows often fall into one interval, and an addition has to wait for the one
+            # before: four tables in turn. Nothing else is written in this loop, or the compiler could
+            # not add to the four sums of an interval at once.
             partial = np.zeros((4, intervals, 4), np.float32)
             for r in range(rows):
                 i = np.uint64(which[r])
@@ -347,20 +364,33 @@ def gate_backward(
                 to_b_in[c, d] = out * shift
                 to_w_in[c, d] = out * (shift * low[c] + (stretch + by_slope) * dx)
                 to_w_out[c, d] = by_value + by_slope * step
-        if has_carried:
+        if has_masked:
             for r in range(rows):
-                to_h[c, r] += to_carried[c, r] * mask[c, r]
+                to_h[c, r] += to_masked[c, r] * mask[c, r]
 
 
-ELEMENTS_PER_THREAD = 8_000
-_most_threads = numba.get_num_threads()  # this also starts numba's threads, which fast.py counts on
-_threads = _most_threads
+@njit(nogil=True, no_cfunc_wrapper=True)
+def gate_forward(arguments: Any) -> None:
+    """`_forward` for a tuple of its arguments. LLVM optimises the loops a second time here."""
+    _forward(*arguments)
 
 
-def use_threads(available: int, elements: int) -> None:
-    """Let the next kernels use as many threads as pay for this much work. (Results do not depend on it.)"""
-    global _threads
-    n = min(available, 1 + elements // ELEMENTS_PER_THREAD, _most_threads)
-    if n != _threads:
-        numba.set_num_threads(n)
-        _threads = n
+@njit(nogil=True, no_cfunc_wrapper=True)
+def gate_backward(arguments: Any) -> None:
+    """`_backward` for a tuple of its arguments."""
+    _backward(*arguments)
+
+
+_wide, _flat, _counts = types.float32[:, ::1], types.float32[::1], types.int32[::1]
+_range = types.int64, types.int64
+_numbers = types.uint32, types.uint32, _flat, types.float32, types.float32, types.float32
+_kept = _wide, _flat, _flat, _counts
+_gradient = types.boolean, _wide
+
+KERNELS: dict[Any, tuple[Any, ...]] = {
+    gate_forward: (*_range, *[_wide] * 4, _flat, *_numbers, *[_wide] * 3, _flat, *_kept),
+    gate_backward: (
+        *_range, *[_wide] * 4, *_numbers, *[_wide] * 2, *_kept, *_gradient * 3, types.float32, *[_wide] * 4, _flat,
+    ),
+}  # fmt: skip
+"""Each kernel with the types of its arguments, the only ones that it is compiled for."""

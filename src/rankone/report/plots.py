@@ -1,12 +1,19 @@
 """The figures of the paper, from a decomposition. Needs the extra `report` (matplotlib).
 
-Every function returns a matplotlib Figure and shows nothing; saving is the caller's business. Subcomponents are shown in the
-order in which the recovery check sorted them where there is one, otherwise by size.
+Every function returns a matplotlib Figure, or `Picture`s: figures with what a page says about them.
+Nothing is shown, and pyplot is not used, so that the backend of a notebook does not matter. Which
+figures suit a decomposition is decided here, for the report and for the paper alike. Subcomponents
+are shown in the order in which the recovery check sorted them where there is one, otherwise by size.
 """
 
 import io
 import math
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,18 +33,51 @@ FAINT = "#c5ccd3"
 ALARM = "#c0392b"
 FEW_ERRORS = 30
 """So many errors are ringed in a heat map; more are plain to see."""
+MOST_SINGLE = 7
+"""Subcomponents of one matrix that are drawn singly."""
+MOST_SQUARES = 1024
+"""Larger matrices are not drawn as coloured squares."""
+MOST_LINES = 2048
+"""Networks with more weights are not drawn as lines."""
 FEATURE_COLOURS = "tab10"
 DIVERGING = "RdBu_r"  # red is positive, as in the network diagrams
 LOSS_NAMES = {
-    "total": "total",
-    "faithfulness": "faithfulness",
-    "stochastic_recon": "stochastic recon",
-    "stochastic_recon_layerwise": "stochastic recon, layerwise",
-    "importance_minimality": "importance minimality",
+    "total": ("total", "total"),
+    "faithfulness": ("faithfulness", "faith"),
+    "stochastic_recon": ("stochastic recon", "recon"),
+    "stochastic_recon_layerwise": ("stochastic recon, layerwise", "layer"),
+    "importance_minimality": ("importance minimality", "min"),
 }
+"""What people call a loss: in a legend, and in a line that must be short."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, and what a page says about it."""
+
+    name: str
+    """Names its file; no two pictures of a run share it."""
+    title: str
+    caption: str
+    figure: Any
+    """A matplotlib Figure."""
+
+
+def _matplotlib() -> Any:
+    """matplotlib, also where MPLBACKEND names a backend that is not installed here: a command that is
+    started in a notebook inherits the notebook's."""
+    named = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
+    import matplotlib
+
+    if named is not None:
+        os.environ["MPLBACKEND"] = named
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = named
+    return matplotlib
 
 
 def _figure(width: float, height: float) -> "Figure":
+    _matplotlib()
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -45,13 +85,68 @@ def _figure(width: float, height: float) -> "Figure":
 
 def to_svg(figure: "Figure", name: str) -> str:
     """A figure as SVG text; the same figure is the same text (it holds no date)."""
-    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
     # Letters as text, not as outlines: half the size, and they can be searched for.
-    with mpl.rc_context({"svg.hashsalt": f"rankone-{name}", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
+    with _matplotlib().rc_context({"svg.hashsalt": f"rankone-{name}", "svg.fonttype": "none"}):
+        FigureCanvasSVG(figure).print_figure(
+            buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None}
+        )
     return buffer.getvalue()
+
+
+def weight_pictures(
+    views: Mapping[str, LayerView], tied: Mapping[str, str], worth: Mapping[str, int]
+) -> list[Picture]:
+    """The weights of layers in the order of the network, in every way in which they can be seen.
+
+    `worth` says how many subcomponents of each layer are worth showing; layers in `tied` share those
+    of another.
+    """
+    own = {name: view for name, view in views.items() if name not in tied}
+    pictures = []
+    for name, view in own.items():
+        shown = min(MOST_SINGLE, worth[name] + 1, view.C)
+        if is_plane(view):
+            caption = (
+                "Each coloured line is one column of the matrix: where one input feature is written in "
+                f"the two hidden dimensions. Of the {view.C} subcomponents the {shown} largest are "
+                "shown. A recovered subcomponent holds one column and nothing else; what is left over "
+                "has no size."
+            )
+            figure = weight_columns(view, shown)
+            pictures.append(Picture(f"columns-{name}", f"Columns of {name}", caption, figure))
+        elif view.target.numel() <= MOST_SQUARES:
+            caption = (
+                f"The matrix, the sum of its {view.C} subcomponents, and the {shown} largest ones by "
+                "themselves."
+            )
+            figure = matrices(view, shown)
+            pictures.append(Picture(f"matrices-{name}", f"Weights of {name}", caption, figure))
+    chain = list(views.values())
+    connected = all(a.target.shape[0] == b.target.shape[1] for a, b in pairwise(chain))
+    if own and connected and sum(view.target.numel() for view in chain) <= MOST_LINES:
+        caption = (
+            "Inputs at the bottom, outputs at the top; red lines are positive weights, blue negative, "
+            "wider means larger. First the target, then the network made of all subcomponents, then "
+            f"networks made of one subcomponent each{' (tied layers share theirs)' if tied else ''}."
+        )
+        figure = network_diagrams(views, parts_to_show(own, worth), tied)
+        pictures.append(Picture("networks", "The network and its parts", caption, figure))
+    return pictures
+
+
+def importance_picture(importances: Mapping[str, Tensor], checks: Mapping[str, Check]) -> Picture:
+    """Causal importances on the probe."""
+    labels = {name: f"{name}: {check.errors} errors" for name, check in checks.items()}
+    caption = (
+        "One input feature is switched on at a time (rows); the colour says how important each "
+        "subcomponent is for the output (columns, permuted). A diagonal means one subcomponent per "
+        "feature; filled columns mean subcomponents that serve many features."
+    )
+    figure = importance_heatmap(importances, checks, labels)
+    return Picture("importances", "Causal importances on one-hot inputs", caption, figure)
 
 
 def by_size(view: LayerView) -> list[int]:
@@ -60,14 +155,13 @@ def by_size(view: LayerView) -> list[int]:
 
 
 def weight_columns(view: LayerView, shown: int) -> "Figure":
-    """The columns of a matrix with two rows, as arrows: target, sum of subcomponents, the largest ones singly."""
-    from matplotlib import colormaps
-
+    """The columns of a matrix with two rows, as arrows: target, sum of subcomponents, the largest ones
+    singly."""
     panels = [("target W", view.target), ("sum of all\nsubcomponents", view.sum())]
     panels += [(f"subcomponent {c}", view.matrix(c)) for c in by_size(view)[:shown]]
     reach = 1.15 * float(view.target.norm(dim=0).max())
     figure = _figure(1.55 * len(panels), 2.1)
-    colours = colormaps[FEATURE_COLOURS]
+    colours = _matplotlib().colormaps[FEATURE_COLOURS]
     for i, (title, matrix) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
         for j in range(matrix.shape[1]):
@@ -88,7 +182,8 @@ def is_plane(view: LayerView) -> bool:
 
 
 def parts_to_show(views: Mapping[str, LayerView], worth: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The largest subcomponents, at most as many of each matrix as are `worth` showing and as a row of networks has room for in all."""
+    """The largest subcomponents: of each matrix at most as many as are `worth` showing, and in all as
+    many as a row of networks has room for."""
     room = 8 if max(max(view.target.shape) for view in views.values()) <= 10 else 6
     fair = room if sum(worth[name] for name in views) <= room else max(1, room // len(views))
     chosen = [(name, c) for name, view in views.items() for c in by_size(view)[: min(fair, worth[name])]]
@@ -100,8 +195,9 @@ def network_diagrams(
 ) -> "Figure":
     """The network drawn once for the target, once for the sum, and once for each single subcomponent.
 
-    Layers stand from bottom to top; a line is a weight, red positive and blue negative, as wide as it is large; in wide networks
-    weights below a third of the largest are left out. A subcomponent that tied layers share is drawn in all of them.
+    Layers stand from bottom to top; a line is a weight, red positive and blue negative, as wide as it
+    is large; in wide networks weights below a third of the largest are left out. A subcomponent that
+    tied layers share is drawn in all of them.
     """
     zero = {name: torch.zeros_like(view.target) for name, view in views.items()}
     networks: list[tuple[str, dict[str, Tensor]]] = [
@@ -133,7 +229,9 @@ def _network(axes: "Axes", matrices: Sequence[Tensor], largest: float) -> None:
     sizes = [matrices[0].shape[1], *(m.shape[0] for m in matrices)]
     places = [[(i + 0.5) / size for i in range(size)] for size in sizes]
     lines, colours, widths = [], [], []
-    least = 0.02 if max(sizes) <= 10 else 1 / 3  # thousands of faint lines are a grey surface and a large file
+    least = (
+        0.02 if max(sizes) <= 10 else 1 / 3
+    )  # thousands of faint lines are a grey surface and a large file
     for level, matrix in enumerate(matrices):
         for o, row in enumerate(matrix.tolist()):
             for i, weight in enumerate(row):
@@ -146,7 +244,15 @@ def _network(axes: "Axes", matrices: Sequence[Tensor], largest: float) -> None:
     axes.add_collection(LineCollection(lines, colors=colours, linewidths=widths))
     for level, xs in enumerate(places):
         size = 4 if len(xs) <= 10 else 1.5
-        axes.plot(xs, [level] * len(xs), "o", color=INK, markersize=size, markerfacecolor="white", markeredgewidth=0.7)
+        axes.plot(
+            xs,
+            [level] * len(xs),
+            "o",
+            color=INK,
+            markersize=size,
+            markerfacecolor="white",
+            markeredgewidth=0.7,
+        )
     axes.set(xlim=(0, 1), ylim=(-0.2, len(matrices) + 0.2), xticks=[], yticks=[])
     _quiet(axes)
 
@@ -162,7 +268,6 @@ def matrices(view: LayerView, shown: int) -> "Figure":
     small = view.target.numel() <= 25
     figure = _figure((3.4 if wide else 1.55) * columns + 0.6, (1.4 if wide else 1.9) * rows)
     image: Any = None
-    all_axes = []
     for i, (title, matrix) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, i + 1)
         image = axes.imshow(matrix.numpy(), cmap=DIVERGING, vmin=-largest, vmax=largest)
@@ -171,62 +276,74 @@ def matrices(view: LayerView, shown: int) -> "Figure":
                 for j, value in enumerate(row):
                     shade = "white" if abs(value) > 0.6 * largest else INK
                     axes.text(
-                        j, o, f"{value:.2f}".replace("-0.00", "0.00"), ha="center", va="center", fontsize=8, color=shade
+                        j,
+                        o,
+                        f"{value:.2f}".replace("-0.00", "0.00"),
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        color=shade,
                     )
         axes.set(xticks=[], yticks=[])
         axes.set_title(title, fontsize=9, color=INK)
-        all_axes.append(axes)
-    figure.colorbar(image, ax=all_axes, shrink=0.8, pad=0.02).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=figure.axes, shrink=0.8, pad=0.02).ax.tick_params(labelsize=7)
     return figure
 
 
 def importance_heatmap(
     importances: Mapping[str, Tensor], checks: Mapping[str, Check], labels: Mapping[str, str]
 ) -> "Figure":
-    """Causal importances on one-hot inputs, a row per feature, columns permuted as the recovery check sorted them."""
+    """Causal importances on one-hot inputs, a row per feature, columns permuted as the recovery check
+    sorted them."""
     count = len(importances)
     across = count if count <= 3 else 2
     down = -(-count // across)
     C = max(g.shape[1] for g in importances.values())
     figure = _figure(min(12.0, 1.2 + across * (3.4 if C <= 40 else 4.4)), (2.6 if C <= 40 else 3.2) * down)
     image: Any = None
-    all_axes = []
     for i, (name, g) in enumerate(importances.items()):
         axes = figure.add_subplot(down, across, i + 1)
         image = _heatmap(axes, g, checks.get(name))
         axes.set_title(labels.get(name, name), fontsize=9, color=INK)
         if i % across == 0:
             axes.set_ylabel("input feature that is on", fontsize=8)
-        all_axes.append(axes)
-    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01, aspect=40).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=figure.axes, label="causal importance", pad=0.01, aspect=40).ax.tick_params(
+        labelsize=7
+    )
     return figure
 
 
-def importances_by_setting(found: Sequence[tuple[str, Mapping[str, Tensor], Mapping[str, Check]]]) -> "Figure":
-    """Causal importances of the same layers under several settings: a column for each setting, a row for each layer."""
-    layers = list(found[0][1])
-    figure = _figure(2.5 * len(found) + 0.8, 2.5 * len(layers))
+def importances_by_setting(
+    settings: Sequence[tuple[str, Mapping[str, Tensor], Mapping[str, Check]]],
+) -> "Figure":
+    """Causal importances of the same layers under several settings: a column for each setting (its
+    title, its importances, its checks), a row for each layer."""
+    layers = list(settings[0][1])
+    figure = _figure(2.5 * len(settings) + 0.8, 2.5 * len(layers))
     image: Any = None
-    all_axes = []
-    for j, (title, importances, checks) in enumerate(found):
+    for j, (title, importances, checks) in enumerate(settings):
         for i, name in enumerate(layers):
-            axes = figure.add_subplot(len(layers), len(found), i * len(found) + j + 1)
+            axes = figure.add_subplot(len(layers), len(settings), i * len(settings) + j + 1)
             image = _heatmap(axes, importances[name], checks.get(name))
             axes.set_title(f"{title}\n{name}" if i == 0 else name, fontsize=8, color=INK)
             if j == 0:
                 axes.set_ylabel("input feature that is on", fontsize=8)
-            all_axes.append(axes)
-    figure.colorbar(image, ax=all_axes, label="causal importance", pad=0.01, aspect=40).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=figure.axes, label="causal importance", pad=0.01, aspect=40).ax.tick_params(
+        labelsize=7
+    )
     return figure
 
 
 def _heatmap(axes: "Axes", g: Tensor, check: Check | None) -> Any:
-    """Importances with the columns in the order of the check; a long tail of columns without any importance is cut off."""
+    """Importances with the columns in the order of the check; a long tail of columns without any
+    importance is cut off."""
     order = check.order if check else torch.argsort(g.sum(0), descending=True, stable=True).tolist()
     g = g[:, order]
     used = torch.nonzero(g.amax(0) > 0.02).flatten()
     shown = min(g.shape[1], max(g.shape[0], int(used[-1]) + 6 if len(used) else 1))
-    image = axes.imshow(g[:, :shown].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    image = axes.imshow(
+        g[:, :shown].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+    )
     rest = f", {shown} of {g.shape[1]}" if shown < g.shape[1] else ""
     errors = check.wrong(g) if check else []
     if 0 < len(errors) <= FEW_ERRORS:
@@ -242,7 +359,8 @@ def _heatmap(axes: "Axes", g: Tensor, check: Check | None) -> Any:
 def contribution_bars(
     model: Float[Tensor, "features neurons"], subcomponents: Float[Tensor, "features neurons"], blocks: int
 ) -> "Figure":
-    """How much each neuron contributes to the first ten features: in the target above, in single subcomponents below."""
+    """How much each neuron contributes to the first ten features: in the target above, in single
+    subcomponents below."""
     neurons, shown = model.shape[1], min(10, len(model))
     divided = f", the {blocks} blocks divided by grey lines" if blocks > 1 else ""
     reach = 1.1 * float(torch.maximum(model[:shown].abs(), subcomponents[:shown].abs()).max())
@@ -252,7 +370,12 @@ def contribution_bars(
         for feature in range(shown):
             places = feature + (torch.arange(neurons) / neurons - 0.5) * 0.86
             axes.vlines(
-                places.numpy(), 0, values[feature].numpy(), color=f"C{feature % 10}", linewidth=1.2, rasterized=True
+                places.numpy(),
+                0,
+                values[feature].numpy(),
+                color=f"C{feature % 10}",
+                linewidth=1.2,
+                rasterized=True,
             )
             before = (-math.inf, 0.0)
             for neuron in sorted(values[feature].abs().topk(min(3, neurons)).indices.tolist()):
@@ -271,10 +394,7 @@ def contribution_bars(
             fontsize=9,
             color=INK,
         )
-        axes.set_ylabel("neuron contribution", fontsize=8)
-        axes.set_xlabel("input feature" if row else "", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
+        _labels(axes, "input feature" if row else "", "neuron contribution")
     return figure
 
 
@@ -284,49 +404,49 @@ def contribution_scatter(
     blocks: Sequence[str],
     note: str,
 ) -> "Figure":
-    """All neuron contributions: those of the target across, those of single subcomponents up. A perfect match is the diagonal.
+    """All neuron contributions: those of the target across, those of single subcomponents up.
 
-    `blocks` says what the legend calls each block's neurons.
+    A perfect match is the diagonal. `blocks` says what the legend calls each block's neurons.
     """
     figure = _figure(4.6, 4.4)
     axes = figure.add_subplot()
     reach = 1.08 * float(torch.maximum(model.abs().max(), subcomponents.abs().max()))
     axes.plot([-reach, reach], [-reach, reach], color=FAINT, linewidth=1, zorder=0)
-    for label, x, y in zip(blocks, model.chunk(len(blocks), 1), subcomponents.chunk(len(blocks), 1), strict=True):
-        axes.plot(
-            x.flatten().numpy(),
-            y.flatten().numpy(),
-            "o",
-            markersize=2,
-            alpha=0.5,
-            markeredgewidth=0,
-            label=label,
-            rasterized=True,
-        )
+    for label, x, y in zip(
+        blocks, model.chunk(len(blocks), 1), subcomponents.chunk(len(blocks), 1), strict=True
+    ):
+        points = x.flatten().numpy(), y.flatten().numpy()
+        axes.plot(*points, "o", markersize=2, alpha=0.5, markeredgewidth=0, label=label, rasterized=True)
     axes.text(0.03, 0.97, note, transform=axes.transAxes, fontsize=8, va="top", color=INK)
     if len(blocks) > 1:
         axes.legend(fontsize=7, frameon=False, loc="lower right", markerscale=2)
     low = min(float(model.min()), float(subcomponents.min())) - 0.05 * reach
     axes.set(xlim=(low, reach), ylim=(low, reach), aspect="equal")
-    axes.set_xlabel("neuron contribution in the target", fontsize=8)
-    axes.set_ylabel("neuron contribution in a single subcomponent", fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.spines[["top", "right"]].set_visible(False)
+    _labels(axes, "neuron contribution in the target", "neuron contribution in a single subcomponent")
     return figure
 
 
-def alive_by_capacity(found: Mapping[str, Mapping[str, Sequence[tuple[int, int, int]]]]) -> "Figure":
-    """How many subcomponents are alive when more are offered: experiment -> matrix -> (C, alive, expected) in order of C."""
-    figure = _figure(4.2 * len(found), 3.2)
-    for i, (experiment, layers) in enumerate(found.items()):
-        axes = figure.add_subplot(1, len(found), i + 1)
+def alive_by_capacity(
+    experiments: Mapping[str, Mapping[str, Sequence[tuple[int, int, int]]]],
+) -> "Figure":
+    """How many subcomponents are alive when more are offered: experiment -> matrix -> (C, alive,
+    expected) in order of C."""
+    figure = _figure(4.2 * len(experiments), 3.2)
+    for i, (experiment, layers) in enumerate(experiments.items()):
+        axes = figure.add_subplot(1, len(experiments), i + 1)
         for j, (name, points) in enumerate(layers.items()):
             xs, ys = [C for C, _, _ in points], [alive for _, alive, _ in points]
             axes.plot(xs, ys, "o-", color=f"C{j}", markersize=5, linewidth=1.2, label=name, zorder=3 - j)
             axes.axhline(points[0][2], color=f"C{j}", linewidth=0.8, linestyle=":", zorder=0)
             for C, alive, _ in points:
                 axes.annotate(
-                    str(alive), (C, alive), (0, 6), textcoords="offset points", ha="center", fontsize=7, color=f"C{j}"
+                    str(alive),
+                    (C, alive),
+                    (0, 6),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=7,
+                    color=f"C{j}",
                 )
         sizes = [C for C, _, _ in next(iter(layers.values()))]
         axes.plot(sizes, sizes, color=FAINT, linewidth=1, linestyle="--", label="as many as are offered")
@@ -337,11 +457,8 @@ def alive_by_capacity(found: Mapping[str, Mapping[str, Sequence[tuple[int, int, 
         axes.set_yticks(ticks := sorted({y for points in layers.values() for *_, y in points} | {sizes[-1]}))
         axes.set_yticklabels([str(y) for y in ticks])
         axes.set_title(experiment, fontsize=9, color=INK)
-        axes.set_xlabel("C, subcomponents offered per matrix", fontsize=8)
-        axes.set_ylabel("alive (dotted: expected)", fontsize=8)
-        axes.tick_params(labelsize=7)
+        _labels(axes, "C, subcomponents offered per matrix", "alive (dotted: expected)")
         axes.legend(fontsize=7, frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -353,7 +470,7 @@ def loss_curves(history: Sequence[Record]) -> "Figure":
     for name in history[0]["loss"]:
         values = [record["loss"][name] for record in history]
         style: dict[str, Any] = {"color": INK, "linewidth": 1.6} if name == "total" else {"linewidth": 1.0}
-        losses.plot(steps, values, label=LOSS_NAMES.get(name, name), **style)
+        losses.plot(steps, values, label=LOSS_NAMES.get(name, (name,))[0], **style)
     losses.set_yscale("log")
     losses.set_title("losses (without their coefficients; total with)", fontsize=9, color=INK)
     sparsity = figure.add_subplot(1, 2, 2)
@@ -362,11 +479,17 @@ def loss_curves(history: Sequence[Record]) -> "Figure":
     sparsity.set_ylim(bottom=0)
     sparsity.set_title("L0: important subcomponents per datapoint", fontsize=9, color=INK)
     for axes in (losses, sparsity):
-        axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=7)
+        _labels(axes, "step", "")
         axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _labels(axes: "Axes", x: str, y: str) -> None:
+    """What is counted on either side, in small letters, and no frame."""
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _quiet(axes: "Axes") -> None:

@@ -1,1 +1,1 @@
-"""A run directory: what is in it, how it is made, and what is kept of it."""
+"""A run: its settings, its directory, many of them at once, and what is kept of it."""

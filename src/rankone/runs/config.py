@@ -1,18 +1,26 @@
-"""The paper's runs as YAML files, and how a run's settings are put together.
+"""The settings of a run, and how they are put together from an experiment file and a command line.
 
-Each file holds the paper's settings to the letter (`paper`) and a list of changes, each with its reason, that make the
-default preset. What a run finally used is one complete `ExperimentConfig`, written to its config.yaml.
+An experiment file holds a title and its settings: either `default` alone, or the settings of a paper
+to the letter (`paper`) and as `default` a list of changes to them, each with its reason. Files are
+found in registered packages (`register_experiments`). What a run finally used is one complete
+`RunConfig`, written to its config.yaml.
 """
 
+import re
 from collections.abc import Sequence
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from rankone.config import (
-    DecompositionConfig,
+from rankone.config import DecompositionConfig, Layers
+from rankone.errors import ConfigError, near_matches
+from rankone.files import read_text
+from rankone.patching import OutputGetter
+from rankone.settings import (
+    ByKind,
     Settings,
     differences,
     fields,
@@ -21,31 +29,44 @@ from rankone.config import (
     set_setting,
     validated,
 )
-from rankone.errors import ConfigError, near_matches
-from rankone.targets import TargetSettings
+from rankone.targets import TARGETS, Target
 
 PRESETS = ("default", "paper")
 
 
-def real_differences(old: "ExperimentConfig", new: "ExperimentConfig", *, besides: Sequence[str] = ()) -> list[str]:
-    """In what two runs differ, in words; how they are described does not count, nor what is named in `besides`."""
-    unread = {*new.descriptive, *besides}
-    before, after = (config.model_dump(mode="json", exclude=unread) for config in (old, new))
-    return differences(before, after)
+def _one_line(text: str) -> str:
+    if len(text) > 2000 or not text.isprintable():
+        raise ValueError("expected one line of at most 2000 characters, without control characters")
+    return text
+
+
+def _safe_in_paths(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", name):
+        raise ValueError(
+            f"{name[:100]!r} is not a name: expected at most 100 letters, digits, '.', '_', '+' and '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+"""Text that a terminal and a page can show as it is."""
+Name = Annotated[str, AfterValidator(_safe_in_paths)]
+"""A name that cannot lead out of a directory."""
 
 
 class Difference(Settings):
     """One setting in which the default preset departs from the paper, and why."""
 
-    setting: str
+    setting: Line
     """Dotted name of the setting."""
     value: Any
     """Its value here."""
-    why: str
+    why: Line
     """The reason."""
 
 
-class ExperimentConfig(DecompositionConfig):
+class RunConfig(DecompositionConfig):
     """A whole run: target, data, layers, and how to decompose them."""
 
     descriptive: ClassVar[tuple[str, ...]] = (
@@ -61,80 +82,129 @@ class ExperimentConfig(DecompositionConfig):
 
     schema_version: Literal[1] = 1
     """The form of this file; rankone refuses forms it does not know."""
-    experiment: str
-    """Name of the experiment; names the run directory and stands in the report."""
-    preset: str = "custom"
+    experiment: Name
+    """Name of the experiment; part of the run directory's name and of the report."""
+    preset: Name = "custom"
     """Where these settings come from: `paper`, `default`, or `custom`."""
-    title: str = ""
+    title: Line = ""
     """One line for people."""
-    recovers: str = ""
+    recovers: Line = ""
     """What a correct decomposition finds, in words."""
-    paper_reports: dict[str, float] = {}
+    paper_reports: dict[Line, float] = {}
     """The paper's own numbers for this experiment, for comparison."""
     differs_from_paper: list[Difference] = []
     """What the default preset changes, and why."""
-    overrides: list[str] = []
+    overrides: list[Line] = []
     """Settings changed on the command line, besides the seed."""
-    target: TargetSettings
+    target: Annotated[Target, ByKind(TARGETS)]
     """The network to decompose, and its data."""
-    layers: dict[str, int] = Field(min_length=1)
+    layers: Layers
     """Name patterns of the layers to decompose, with the number C of subcomponents of each."""
-    batch_size: int = Field(default=4096, ge=1)
+    output: Line | int | None = None
+    """How to get the tensor to compare from what the network returns: a name or an index; null for
+    what its family says, which is mostly the returned tensor itself."""
+    batch_size: int = Field(default=4096, ge=1, le=10**7)
     """Datapoints per training step."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads. A setting, not a detail: the order of summation, and so the last bit of the result, depends on it."""
+    threads: int = Field(default=1, ge=1, le=1024)
+    """CPU threads. A setting, not a detail: the order of summation, and so the last bit of the result,
+    depends on it."""
 
-    @field_validator("target", mode="before")
-    @classmethod
-    def _kind(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "kind" not in value:
-            raise ValueError("kind is missing; it says which family of networks this is, for instance kind: tms")
-        return value
+    @property
+    def run_name(self) -> str:
+        """The name of the run's directory, unless another is asked for."""
+        return f"{self.experiment}-{self.preset}-seed{self.seed}"
+
+    @property
+    def getter(self) -> OutputGetter:
+        """How to get the tensor to compare from what the network returns."""
+        return self.target.output if self.output is None else self.output
+
+
+def real_differences(old: RunConfig, new: RunConfig, *, besides: Sequence[str] = ()) -> list[str]:
+    """The settings in which two runs differ, in words, without those that only describe them."""
+    ignored = {*new.descriptive, *besides}
+    before, after = (config.model_dump(mode="json", exclude=ignored) for config in (old, new))
+    return differences(before, after)
 
 
 class ExperimentFile(Settings):
-    """The form of a shipped experiment file."""
+    """The form of an experiment file."""
 
-    title: str
+    title: Line
     """One line for `rankone list` and the report."""
-    recovers: str
+    recovers: Line = ""
     """What a correct decomposition finds."""
-    takes: dict[str, str]
+    takes: dict[Line, Line] = {}
     """Time of a full run on one CPU core, per preset; with a star if it is an estimate."""
-    paper: dict[str, Any]
-    """The paper's settings."""
-    default: list[Difference]
-    """Changes to them in the default preset."""
+    paper: dict[str, Any] | None = None
+    """The settings of a paper, to the letter."""
+    default: list[Difference] | dict[str, Any]
+    """Changes to them in the default preset; without `paper`, the settings themselves."""
+
+    @model_validator(mode="after")
+    def _fitting(self) -> "ExperimentFile":
+        if isinstance(self.default, list) != (self.paper is not None):
+            raise ValueError(
+                "default is a list of changes (setting, value, why) beside `paper`, and without it a mapping of settings"
+            )
+        return self
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        return PRESETS if self.paper is not None else ("default",)
 
 
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start}).") from None
+_PACKAGES: list[str] = []
+
+
+def register_experiments(package: str) -> None:
+    """Make the experiment files (*.yaml) of a package known by name."""
+    known = _experiments()
+    for name in _experiments_in(package):
+        if name in known:
+            raise ConfigError(
+                f"{package} holds an experiment {name!r}, and there is one of this name already."
+            )
+    _PACKAGES.append(package)
+
+
+def _experiments_in(package: str) -> dict[str, Traversable]:
+    return {Path(f.name).stem: f for f in files(package).iterdir() if f.name.endswith(".yaml")}
+
+
+def _experiments() -> dict[str, Traversable]:
+    return {name: file for package in _PACKAGES for name, file in _experiments_in(package).items()}
+
+
+register_experiments("rankone.paper")
 
 
 def experiment_names() -> list[str]:
-    found = [Path(f.name).stem for f in files("rankone.paper").iterdir() if f.name.endswith(".yaml")]
-    return sorted(found, key=lambda name: (name.endswith("-id"), len(name), name))
+    return sorted(_experiments(), key=lambda name: (name.endswith("-id"), len(name), name))
 
 
 def experiment_file(name: str) -> ExperimentFile:
-    if name not in experiment_names():
-        hint = near_matches(name, experiment_names())
+    experiments = _experiments()
+    if name not in experiments:
         raise ConfigError(
-            f"There is no experiment {name!r}. {hint} A config file must end in .yaml; `rankone list` shows all."
+            f"There is no experiment {name!r}. {near_matches(name, experiments)} "
+            "A config file must end in .yaml; `rankone list` shows all."
         )
-    text = (files("rankone.paper") / f"{name}.yaml").read_text()
-    return validated(ExperimentFile, from_yaml(text, source=f"{name}.yaml"), source=f"{name}.yaml")
+    source = f"{name}.yaml"
+    return validated(
+        ExperimentFile, from_yaml(experiments[name].read_text("utf-8"), source=source), source=source
+    )
 
 
 def preset_values(name: str, preset: str) -> dict[str, Any]:
-    """The plain settings of a shipped experiment under a preset."""
+    """The plain settings of an experiment under a preset."""
     if preset not in PRESETS:
         raise ConfigError(f"There is no preset {preset!r}. {near_matches(preset, PRESETS)}")
     file = experiment_file(name)
-    changes = file.default if preset == "default" else []
+    if preset not in file.presets:
+        raise ConfigError(f"{name} has no preset {preset!r}: its only one is 'default'.")
+    changes = file.default if isinstance(file.default, list) and preset == "default" else []
+    settings = file.default if isinstance(file.default, dict) else file.paper or {}
     values = {
         "experiment": name,
         "preset": preset,
@@ -142,30 +212,33 @@ def preset_values(name: str, preset: str) -> dict[str, Any]:
         "recovers": file.recovers,
         "differs_from_paper": [c.model_dump() for c in changes],
     }
-    complete = validated(ExperimentConfig, values | file.paper, source=f"{name}.yaml").model_dump(mode="json")
+    complete = validated(RunConfig, values | settings, source=f"{name}.yaml").model_dump(mode="json")
     for change in changes:
-        set_setting(complete, ExperimentConfig, change.setting, change.value)
+        set_setting(complete, RunConfig, change.setting, change.value)
     return complete
 
 
 def changed(values: dict[str, Any], assignments: Sequence[str], *, source: str) -> dict[str, Any]:
-    """Settings with assignments applied; what they undo is no longer listed as a difference from the paper."""
-    config = validated(ExperimentConfig, override(values, ExperimentConfig, assignments), source=source)
+    """Settings with assignments applied; what they undo is no longer a difference from the paper."""
+    config = validated(RunConfig, override(values, RunConfig, assignments), source=source)
     result = config.model_dump(mode="json")
-    now = {path: value for path, value, _ in fields(ExperimentConfig, result)}
-    kept = [d for d in result["differs_from_paper"] if d["setting"] in now and now[d["setting"]] == d["value"]]
-    return result | {"differs_from_paper": kept}
+    now = {path: value for path, value, _ in fields(RunConfig, result)}
+    still = [
+        d for d in result["differs_from_paper"] if d["setting"] in now and now[d["setting"]] == d["value"]
+    ]
+    return result | {"differs_from_paper": still}
 
 
 def preset_of(values: dict[str, Any]) -> str:
-    """The preset that a config file's settings really are: what it says, or `custom` where it was edited."""
+    """The preset that a config file's settings really are: what it says, or `custom` if it was edited."""
     name, preset = values["experiment"], values["preset"]
-    if name not in experiment_names() or preset not in PRESETS:
+    if name not in experiment_names() or preset not in experiment_file(name).presets:
         return "custom"
-    expected = changed(preset_values(name, preset), values["overrides"], source="The overrides of this config")
-    free = {"seed", "overrides"}
-    differing = {d.split(" was ")[0].split(".")[0] for d in differences(expected, values)} - free
-    return "custom" if differing else preset
+    expected = changed(
+        preset_values(name, preset), values["overrides"], source="The overrides of this config"
+    )
+    differing = {d.split(" was ")[0].split(".")[0] for d in differences(expected, values)}
+    return "custom" if differing - {"seed", "overrides"} else preset
 
 
 def experiment_config(
@@ -175,27 +248,35 @@ def experiment_config(
     seed: int | None = None,
     steps: int | None = None,
     assignments: Sequence[str] = (),
-) -> ExperimentConfig:
-    """The settings of a run: a shipped experiment or a YAML file, with command-line changes applied."""
+) -> RunConfig:
+    """The settings of a run: an experiment or a YAML file, with command-line changes applied."""
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml"):
         if preset is not None:
-            raise ConfigError(f"--preset chooses among the settings of a shipped experiment; {path} has its own.")
+            raise ConfigError(f"--preset chooses among the settings of an experiment; {path} has its own.")
         if not path.is_file():
             raise ConfigError(f"There is no config file {path}.")
-        given = from_yaml(read_text(path), source=str(path))
-        values = validated(ExperimentConfig, given, source=str(path)).model_dump(mode="json")
+        values = parse_config(read_text(path), source=str(path)).model_dump(mode="json")
         values["preset"] = preset_of(values)
         if values["preset"] == "custom":
             values["differs_from_paper"] = []
     else:
         values = preset_values(name_or_path, preset or "default")
     for assignment in assignments:
-        if assignment.partition("=")[0] in ExperimentConfig.descriptive:
-            hint = "Use --preset." if assignment.startswith("preset") else "It describes a run and is not set by hand."
+        if assignment.partition("=")[0] in RunConfig.descriptive:
+            hint = (
+                "Use --preset."
+                if assignment.startswith("preset")
+                else "It describes a run and is not set by hand."
+            )
             raise ConfigError(f"{assignment!r} cannot be given as an override. {hint}")
     changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
     source = f"Settings for {name_or_path}"
     values = changed(values, [*changes, *([f"seed={seed}"] if seed is not None else [])], source=source)
     values["overrides"] = [*values["overrides"], *changes]
-    return validated(ExperimentConfig, values, source=source)
+    return validated(RunConfig, values, source=source)
+
+
+def parse_config(text: str, *, source: str) -> RunConfig:
+    """The settings that a config.yaml holds."""
+    return validated(RunConfig, from_yaml(text, source=source), source=source)

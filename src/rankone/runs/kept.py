@@ -2,7 +2,10 @@
 
 summary.json     the numbers of the run, and the command that made them
 config.yaml      its complete settings
-figure_data.npz  what its figures show, at the precision that a figure has; only where figures are wanted
+figure_data.npz  what its figures show, at the precision that a figure has, if figures show the run
+manifest.json    their digests
+
+Kept runs are in DIR/runs/NAME, each a `RunDirectory`.
 """
 
 import io
@@ -19,156 +22,175 @@ from torch import Tensor
 
 from rankone.decomposition import Decomposition, LayerView
 from rankone.errors import CheckpointError, RankoneError
-from rankone.files import read_json, write_atomic, write_json
+from rankone.files import RunDirectory
 from rankone.metrics import Check, run_check
-from rankone.runs.config import ExperimentConfig, experiment_config, read_text, real_differences
-from rankone.runs.run import Summary, read_config, reopen
-from rankone.targets.resid_mlp import ResidualTarget
+from rankone.report.plots import Picture
+from rankone.runs.config import RunConfig, experiment_config, real_differences
+from rankone.runs.run import CONFIG, load_run, read_config, read_summary, write_summary
+from rankone.runs.summary import Summary
 
 SIDE_BY_SIDE = "threads=1"
-"""The one setting that kept runs change: they go side by side, which is the better use of several cores (benchmarks/seeds.py)."""
-CONTRIBUTIONS = ("model", "subcomponents")
-IN_A_SUMMARY = (
-    "experiment",
-    "preset",
-    "overrides",
-    "seed",
-    "steps",
-    "checks",
-    "recovered",
-    "mmcs",
-    "ml2r",
-    "n_alive",
-    "reconstruction",
-    "details",
-    "wall_seconds",
-)
-"""What tables and figures read of it."""
-LARGEST_KEPT = 2048
+"""The one setting that kept runs change: they go side by side, which is the better use of several
+cores (benchmarks/seeds.py)."""
+LARGEST_MATRIX = 2048
 """Matrices with more entries are not kept: no figure draws them weight by weight."""
+LARGEST_FIGURE_DATA = 2**28
+"""Bytes of figure data, unpacked, beyond which a file is refused."""
+
+_FIGURE_DATA = "figure_data.npz"
+_IMPORTANCE, _MATRIX = "importance/", "matrix/"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A kept run."""
+class KeptRun:
+    """A kept run; its parts are read, and verified, when they are asked for."""
 
-    directory: Path
+    path: Path
+
+    @cached_property
+    def directory(self) -> RunDirectory:
+        return RunDirectory.open(self.path)
 
     @cached_property
     def summary(self) -> Summary:
-        said = read_json(self.directory / "summary.json")
-        if not isinstance(said, dict) or not set(IN_A_SUMMARY) <= set(said):
-            raise CheckpointError("its summary.json is not that of a run")
-        return said
+        return read_summary(self.directory)
 
     @cached_property
-    def config(self) -> ExperimentConfig:
+    def config(self) -> RunConfig:
         return read_config(self.directory)
 
     @cached_property
     def objection(self) -> str | None:
-        """Why this is not a run to count: its files, or what its experiment, preset and overrides mean today; None if it is one."""
+        """Why this is not a run to count: damaged files, or settings that its preset no longer has."""
         try:
-            said = self.summary
-            if said["seed"] != self.config.seed:
-                return f"its summary.json is of seed {said['seed']}, its config.yaml of seed {self.config.seed}"
-            today = experiment_config(said["experiment"], preset=said["preset"], assignments=said["overrides"])
-            return next(iter(real_differences(self.config, today, besides=("seed",))), None)
+            summary, config = self.summary, self.config
+            if summary.seed != config.seed:
+                return f"its summary.json is of seed {summary.seed}, its config.yaml of seed {config.seed}"
+            today = experiment_config(
+                summary.experiment, preset=summary.preset, assignments=summary.overrides
+            )
+            return next(iter(real_differences(config, today, besides=("seed",))), None)
         except RankoneError as error:
             return str(error)
-
-    @cached_property
-    def _arrays(self) -> dict[str, Any]:
-        path = self.directory / "figure_data.npz"
-        try:
-            with np.load(path) as arrays:
-                return dict(arrays)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}). Delete it to have it made again.") from None
 
     @cached_property
     def has_figures(self) -> bool:
         """Whether there is figure data, and all of it can be read."""
         try:
-            return any(key.startswith("importance/") for key in self._arrays)
+            return bool(self.importances)
         except CheckpointError:
             return False
 
     @cached_property
     def importances(self) -> dict[str, Tensor]:
         """Importances on the probe, to 1/255."""
-        found = {k.removeprefix("importance/"): v for k, v in self._arrays.items() if k.startswith("importance/")}
-        return {name: torch.from_numpy(g).float() / 255 for name, g in found.items()}
+        return {name: g / 255 for name, g in self._under(_IMPORTANCE).items()}
 
     @cached_property
     def checks(self) -> dict[str, Check]:
         """The recovery checks' verdicts, with an order of columns for drawing."""
-        found: dict[str, Check] = {}
-        for name, said in self.summary["checks"].items():
-            order = run_check(said["pattern"], said["expected"], self.importances[name]).order
-            found[name] = Check(said["pattern"], said["expected"], said["errors"], order)
-        return found
+        return {
+            name: Check(
+                c.pattern,
+                c.expected,
+                c.errors,
+                run_check(c.pattern, c.expected, self.importances[name]).order,
+            )
+            for name, c in self.summary.checks.items()
+            if name in self.importances
+        }
 
     @cached_property
     def views(self) -> dict[str, LayerView]:
-        names = [k.split("/")[1] for k in self._arrays if k.startswith("matrix/") and k.endswith("/target")]
+        """The subcomponents of each matrix that is small enough to be drawn."""
+        parts = self._under(_MATRIX)
+        views: dict[str, LayerView] = {}
+        for name in [key.removesuffix("/target") for key in parts if key.endswith("/target")]:
+            target, U, V = (parts.get(f"{name}/{key}") for key in ("target", "U", "V"))
+            if (
+                target is None
+                or U is None
+                or V is None
+                or target.shape != (len(U), V.shape[1])
+                or len(V) != U.shape[1]
+            ):
+                raise self._damaged(f"the parts of {name} do not fit together")
+            views[name] = LayerView(name, target, U, V)
+        return views
 
-        def part(name: str, key: str) -> Tensor:
-            return torch.from_numpy(self._arrays[f"matrix/{name}/{key}"])
+    def figures(self) -> list[Picture]:
+        """The figures of the target's family."""
+        own = {k: t for k, t in self._tensors.items() if not k.startswith((_IMPORTANCE, _MATRIX))}
+        return self.config.target.figures(own, self.summary.details)
 
-        return {name: LayerView(name, part(name, "target"), part(name, "U"), part(name, "V")) for name in names}
+    def _under(self, prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): t for k, t in self._tensors.items() if k.startswith(prefix)}
 
     @cached_property
-    def contributions(self) -> tuple[Tensor, Tensor]:
-        """Neuron contributions in the target and in single subcomponents, each `[features, neurons]`."""
-        model, parts = (torch.from_numpy(self._arrays[f"contributions/{key}"]).float() for key in CONTRIBUTIONS)
-        return model, parts
+    def _tensors(self) -> dict[str, Tensor]:
+        content = io.BytesIO(self.directory.read(_FIGURE_DATA))
+        try:
+            with zipfile.ZipFile(content) as archive:
+                size = sum(member.file_size for member in archive.infolist())
+            if size > LARGEST_FIGURE_DATA:
+                raise ValueError(f"it would unpack to {size} bytes")
+            with np.load(content, allow_pickle=False) as arrays:
+                tensors = {key: torch.from_numpy(array).float() for key, array in arrays.items()}
+            if any(t.dim() != 2 for t in tensors.values()):
+                raise ValueError("it holds something else than matrices")
+        except Exception as error:  # zip, zlib, numpy's header parser and torch raise two dozen kinds
+            raise self._damaged(str(error)) from None
+        return tensors
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / _FIGURE_DATA} cannot be read ({why}). Delete {self.path} and make it again."
+        )
 
 
-def keep(run: Path, into: Path, *, command: str, figures: bool) -> Stored:
+def keep(run: Path, into: Path, *, command: str, figures: bool) -> KeptRun:
     """Keep what matters of a finished run in the directory `into`."""
-    config, result, summary = reopen(run)
-    into.mkdir(parents=True, exist_ok=True)
-    write_atomic(into / "config.yaml", read_text(run / "config.yaml"))
-    if figures:
-        packed = io.BytesIO()
-        np.savez_compressed(packed, **figure_data(config, result))
-        write_atomic(into / "figure_data.npz", packed.getvalue())
-    write_json(into / "summary.json", {"command": command} | summary)
-    return Stored(into)
+    loaded = load_run(run)
+    summary = loaded.finished().model_copy(update={"command": command})
+    directory = RunDirectory.claim(into)
+    with directory.lock():
+        directory.write(CONFIG, loaded.directory.read(CONFIG))
+        if figures:
+            packed = io.BytesIO()
+            np.savez_compressed(packed, **_figure_data(loaded.config, loaded.result))
+            directory.write(_FIGURE_DATA, packed.getvalue())
+        write_summary(directory, summary)
+    return KeptRun(into)
 
 
-def figure_data(config: ExperimentConfig, result: Decomposition) -> dict[str, Any]:
+def _figure_data(config: RunConfig, result: Decomposition) -> dict[str, Any]:
     """Everything that figures of this run are drawn from."""
     arrays: dict[str, Any] = {}
-    for name, g in result.importances(config.target.probe()).items():
-        arrays[f"importance/{name}"] = (255 * g).round().to(torch.uint8).cpu().numpy()
+    probe = config.target.probe()
+    for name, g in (result.importances(probe) if probe is not None else {}).items():
+        arrays[f"{_IMPORTANCE}{name}"] = (255 * g).round().to(torch.uint8).cpu().numpy()
     for name in result.layers:
         view = result.components(name)
-        if view.target.numel() <= LARGEST_KEPT:
+        if view.target.numel() <= LARGEST_MATRIX:
             for key, tensor in (("target", view.target), ("U", view.U), ("V", view.V)):
-                arrays[f"matrix/{name}/{key}"] = tensor.contiguous().numpy()
-    if isinstance(config.target, ResidualTarget):
-        found = config.target.contributions(result)
-        for key in CONTRIBUTIONS:
-            arrays[f"contributions/{key}"] = getattr(found, key).half().numpy()
-    return arrays
+                arrays[f"{_MATRIX}{name}/{key}"] = tensor.cpu().contiguous().numpy()
+    return arrays | {key: t.half().cpu().numpy() for key, t in config.target.figure_data(result).items()}
 
 
-def stored_runs(directory: Path) -> dict[str, Stored]:
-    """Every kept run in a directory, by name."""
-    return {path.parent.name: Stored(path.parent) for path in sorted(directory.glob("*/summary.json"))}
+def kept_runs(directory: Path) -> dict[str, KeptRun]:
+    """Every kept run of a directory, by name."""
+    return {path.parent.name: KeptRun(path.parent) for path in sorted(directory.glob("runs/*/summary.json"))}
 
 
-def groups(runs: Mapping[str, Stored]) -> dict[tuple[str, str], list[Summary]]:
-    """Summaries of runs of presets as they are, by (experiment, preset), in the order of their seeds."""
-    found: dict[tuple[str, str], list[Summary]] = {}
+def groups(runs: Mapping[str, KeptRun]) -> dict[tuple[str, str], list[Summary]]:
+    """Summaries of runs of unchanged presets, by (experiment, preset), in the order of their seeds."""
+    summaries: dict[tuple[str, str], list[Summary]] = {}
     for run in runs.values():
         if not changes(run.summary):
-            found.setdefault((run.summary["experiment"], run.summary["preset"]), []).append(run.summary)
-    return {key: sorted(of, key=lambda s: s["seed"]) for key, of in found.items()}
+            summaries.setdefault((run.summary.experiment, run.summary.preset), []).append(run.summary)
+    return {key: sorted(group, key=lambda s: s.seed) for key, group in summaries.items()}
 
 
 def changes(summary: Summary) -> set[str]:
     """What a run changed in its preset, besides what all kept runs do."""
-    return set(summary["overrides"]) - {SIDE_BY_SIDE}
+    return set(summary.overrides) - {SIDE_BY_SIDE}

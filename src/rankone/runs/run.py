@@ -1,89 +1,165 @@
-"""One run from settings to report, in a directory that anyone can read.
+"""One run from settings to summary, in a directory that anyone can read.
 
 config.yaml      complete settings; `rankone run config.yaml` repeats the run
 metrics.jsonl    losses and sparsity at every log step
 checkpoints/     exact training state, for --resume
-decomposition/   the result: components.safetensors, decomposition.json, history.jsonl
+decomposition/   the result: components.safetensors and decomposition.json
 figures/         the figures as SVG
 report.html      one page that explains all of it
 summary.json     the numbers; written last, so its presence means the run is complete
+manifest.json    which of these files rankone wrote, and their digests
+
+Every file is written and read through `RunDirectory`: one that was changed by hand is refused by name.
 """
 
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rankone.config import from_yaml, to_yaml, validated
-from rankone.decomposition import Decomposition, build, decompose, load
+from rankone.checkpoint import checkpoint_names, load_newest, load_parameters, refuse_other_layers
+from rankone.decomposition import COMPONENTS, Decomposition, build, load, train
 from rankone.errors import CheckpointError
 from rankone.evaluate import Evaluation, evaluate
-from rankone.files import fingerprint, read_json, write_atomic, write_json
-from rankone.metrics_log import Observer, read_metrics
-from rankone.report import write_report
-from rankone.runs.config import ExperimentConfig, read_text, real_differences
-from rankone.targets import load_target
-from rankone.train import checkpoints, load_newest, load_parameters, refuse_other_layers
+from rankone.files import RunDirectory, fingerprint, sha256
+from rankone.metrics_log import Observer, parse_metrics, read_prefix
+from rankone.runs.config import RunConfig, parse_config, real_differences
+from rankone.runs.summary import Summary
+from rankone.settings import to_yaml
 
-Summary = dict[str, Any]
+CONFIG, METRICS, SUMMARY, DECOMPOSITION = "config.yaml", "metrics.jsonl", "summary.json", "decomposition"
 
-
-def can_report() -> bool:
-    """Whether the extra `report` is installed."""
-    return find_spec("matplotlib") is not None and find_spec("jinja2") is not None
+Say = Callable[[str], None]
+Report = Callable[[RunDirectory, RunConfig, Decomposition, Evaluation, Summary], Any]
+"""Writes a report of a run into its directory."""
 
 
 def run(
-    config: ExperimentConfig,
+    config: RunConfig,
     out: Path,
     *,
     resume: bool = False,
     observer: Observer | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
+    report: Report | None = None,
 ) -> Summary:
     """Do a whole run, or finish one that was interrupted; return its summary."""
-    with _locked(out):
-        torch.set_num_threads(config.threads)
-        target = load_target(config.target)
-        build(target, config.layers, config, None)  # settings that cannot work must not leave a config.yaml behind
-        done = _prepare(config, out, resume)
-        if done is not None:
+    directory = RunDirectory.claim(out)
+    with directory.lock():
+        if not resume:
+            refuse_existing(out)
+        stored = read_config(directory) if resume and directory.has(CONFIG) else None
+        config = with_threads(config, stored, say)
+        if stored is not None:
+            _refuse_other_settings(out, stored, config)
+        if directory.has(SUMMARY):
             say(f"{out} is already complete; nothing to do.")
-            return done
-        sampler = config.target.sampler(config.batch_size)
-        result = decompose(target, sampler, config.layers, config, out=out, resume=resume, observer=observer)
+            return read_summary(directory)
+        torch.set_num_threads(config.threads)
+        model = build(config.target.load(), config.layers, config, config.getter)
+        if stored is None:  # only now: settings that cannot work leave no config.yaml behind
+            directory.write(CONFIG, to_yaml(config))
+        data = config.target.data(config.batch_size)
+        result = train(model, data, config, directory=directory, resume=resume, observer=observer)
         began = time.perf_counter()
         say("Evaluating.")
         evaluation = evaluate_run(config, result)
-        summary = _summary(config, result, evaluation)
-        if can_report():
+        summary = _summary(config, result, evaluation, decomposition_sha256(directory))
+        if report is not None:
             say("Drawing figures and writing the report.")
-            write_report(out, config, result, evaluation, summary)
-        summary["wall_seconds"] = round(result.seconds + time.perf_counter() - began, 3)
-        write_json(out / "summary.json", summary)
+            report(directory, config, result, evaluation, summary)
+        seconds = result.seconds + time.perf_counter() - began
+        summary = summary.model_copy(update={"wall_seconds": round(seconds, 3)})
+        write_summary(directory, summary)
         return summary
 
 
-def evaluate_run(config: ExperimentConfig, result: Decomposition) -> Evaluation:
-    """The evaluation of a run: its own data, and what is known of the layers that were decomposed."""
-    truth = {name: pattern for name, pattern in config.target.ground_truth().items() if name in result.layers}
-    return evaluate(
-        result,
-        config.target.sampler(config.batch_size),
-        probe=config.target.probe(),
-        ground_truth=truth,
-        similarity_of=config.target.similarity_of if config.target.similarity_of in result.layers else None,
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run from its directory, finished or not."""
+
+    directory: RunDirectory
+    config: RunConfig
+    result: Decomposition
+    steps: int
+    """Steps done."""
+    summary: Summary | None
+    """None if the run is not complete."""
+
+    def finished(self) -> Summary:
+        """Its summary; an error if there is none yet."""
+        if self.summary is None:
+            out = self.directory.path
+            raise CheckpointError(f"{out} is not complete yet. Finish it with: rankone run {out} --resume")
+        return self.summary
+
+
+def load_run(path: Path) -> LoadedRun:
+    """A run from its directory, as far as it has come."""
+    directory = RunDirectory.open(path)
+    config = read_config(directory)
+    summary = read_summary(directory) if directory.has(SUMMARY) else None
+    checkpoints = checkpoint_names(directory)
+    if summary is not None and not _components(directory).is_file():
+        again = f"Make the run itself with: {summary.command}" if summary.command else "Make the run again."
+        raise CheckpointError(f"{path} holds the summary of a run but not its decomposition. {again}")
+    if summary is None and not checkpoints:
+        raise CheckpointError(
+            f"{path} has no checkpoint yet: there is nothing to look at. Go on with: rankone run {path} --resume"
+        )
+    directory.read(METRICS)  # verifies it
+    torch.set_num_threads(config.threads)
+    target = config.target.load()
+    if summary is not None:
+        if summary.decomposition_sha256 != decomposition_sha256(directory):
+            raise CheckpointError(
+                f"{_components(directory)} is not the one that {path / SUMMARY} was measured on: it was "
+                "replaced. Put the original back, or make the run again in another directory."
+            )
+        result = load(path / DECOMPOSITION, target, output=config.getter)
+        return LoadedRun(directory, config, result, config.steps, summary)
+    tensors, meta = load_newest(directory)
+    model = build(target, config.layers, config, config.getter)
+    refuse_other_layers(model, checkpoints[-1], meta)
+    load_parameters(model, tensors)
+    metrics = read_prefix(directory, meta["metrics_bytes"], meta["metrics_sha256"])
+    history = parse_metrics(metrics, str(path / METRICS))
+    return LoadedRun(
+        directory, config, Decomposition(model, config, history, meta["seconds"]), meta["step"], None
     )
 
 
-def measured(config: ExperimentConfig, result: Decomposition, evaluation: Evaluation) -> dict[str, Any]:
+def evaluate_again(path: Path) -> Summary:
+    """Measure a finished run again; its summary.json is brought up to date."""
+    loaded = load_run(path)
+    before = loaded.finished()
+    with loaded.directory.lock():
+        evaluation = evaluate_run(loaded.config, loaded.result)
+        summary = before.updated(measured(loaded.config, loaded.result, evaluation))
+        write_summary(loaded.directory, summary)
+    return summary
+
+
+def evaluate_run(config: RunConfig, result: Decomposition) -> Evaluation:
+    """The evaluation of a run: its own data, and what is known of the layers that were decomposed."""
+    target = config.target
+    return evaluate(
+        result,
+        target.data(config.batch_size),
+        probe=target.probe(),
+        ground_truth={name: pattern for name, pattern in target.truth().items() if name in result.layers},
+        similarity_of=target.similarity_of if target.similarity_of in result.layers else None,
+    )
+
+
+def measured(config: RunConfig, result: Decomposition, evaluation: Evaluation) -> dict[str, Any]:
     """Everything in a summary that is measured on the finished decomposition and its target."""
     return evaluation.to_dict() | {
         "details": config.target.details(result, evaluation.checks),
@@ -91,95 +167,109 @@ def measured(config: ExperimentConfig, result: Decomposition, evaluation: Evalua
     }
 
 
-def reopen(out: Path) -> tuple[ExperimentConfig, Decomposition, Summary]:
-    """A finished run from its directory."""
-    config = read_config(out)
-    torch.set_num_threads(config.threads)
-    if not (out / "summary.json").is_file():
-        raise CheckpointError(f"{out} is not complete yet. Finish it with: rankone run {out} --resume")
-    summary = read_json(out / "summary.json")
-    if not isinstance(summary, dict) or "recovered" not in summary:
-        raise CheckpointError(
-            f"{out / 'summary.json'} is not the summary of a run. Delete it and finish the run: rankone run {out} --resume"
-        )
-    if not (out / "decomposition").is_dir():
-        raise CheckpointError(
-            f"{out} holds the summary of a run but not its decomposition. "
-            + (f"Make the run itself with: {summary['command']}" if "command" in summary else "Make the run again.")
-        )
-    return config, load(out / "decomposition", load_target(config.target)), summary
+def decomposition_sha256(directory: RunDirectory) -> str:
+    """The digest that ties a run's decomposition to its summary."""
+    return sha256(_components(directory).read_bytes())
 
 
-def open_as_it_is(out: Path) -> tuple[ExperimentConfig, Decomposition, int]:
-    """A run from its directory, finished or not, and how many steps it has done."""
-    config = read_config(out)
-    if (out / "summary.json").is_file():
-        config, result, _ = reopen(out)
-        return config, result, config.steps
-    torch.set_num_threads(config.threads)
-    found = checkpoints(out)
-    if not found:
-        raise CheckpointError(
-            f"{out} has no checkpoint yet: there is nothing to look at. Go on with: rankone run {out} --resume"
-        )
-    tensors, meta = load_newest(found)
-    model = build(load_target(config.target), config.layers, config, None)
-    refuse_other_layers(model, found[-1], meta)
-    load_parameters(model, tensors)
-    history = read_metrics(out / "metrics.jsonl", meta["metrics_bytes"])
-    return config, Decomposition(model, config, history, meta["seconds"]), meta["step"]
+def _components(directory: RunDirectory) -> Path:
+    return directory.sub(f"{DECOMPOSITION}/{COMPONENTS}")
 
 
-def read_config(out: Path) -> ExperimentConfig:
-    path = out / "config.yaml"
-    if not path.is_file():
-        raise CheckpointError(f"{out} is not a run directory: it has no config.yaml. `rankone run` makes one.")
-    return validated(ExperimentConfig, from_yaml(read_text(path), source=str(path)), source=str(path))
+def read_config(directory: RunDirectory) -> RunConfig:
+    return parse_config(directory.read_text(CONFIG), source=str(directory.path / CONFIG))
 
 
-def _prepare(config: ExperimentConfig, out: Path, resume: bool) -> Summary | None:
-    """Write or check config.yaml; return the summary if there is nothing left to do."""
-    empty = not checkpoints(out) and not (out / "summary.json").exists()
-    if not (out / "config.yaml").exists() or (empty and not resume):
-        write_atomic(out / "config.yaml", to_yaml(config))
-        return None
-    if not resume:
-        refuse_existing(out)
-    differing = real_differences(read_config(out), config)
-    if differing:
-        raise CheckpointError(
-            f"{out} holds a run with other settings: {'; '.join(differing)}. "
-            f"Finish it with its own settings (rankone run {out} --resume), or choose another directory with --out."
-        )
-    return read_json(out / "summary.json") if (out / "summary.json").exists() else None
+def read_summary(directory: RunDirectory) -> Summary:
+    return Summary.from_json(directory.read_json(SUMMARY), source=str(directory.path / SUMMARY))
+
+
+def write_summary(directory: RunDirectory, summary: Summary) -> None:
+    directory.write_json(SUMMARY, summary.to_json())
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise if a directory holds a run that has come anywhere."""
-    if not checkpoints(out) and not (out / "summary.json").exists():
+    """Raise if a directory holds a run that has at least one checkpoint."""
+    if not (out / "manifest.json").exists():
         return
-    complete = (out / "summary.json").exists()
-    state = "is complete" if complete else f"has reached {checkpoints(out)[-1].stem}"
+    directory = RunDirectory.open(out)
+    if directory.has(SUMMARY):
+        state, verb = "is complete", "keep"
+    elif checkpoints := checkpoint_names(directory):
+        state, verb = f"has reached {Path(checkpoints[-1]).stem}", "finish"
+    else:
+        return
     raise CheckpointError(
-        f"{out} already holds a run, which {state}. Add --resume to {'keep' if complete else 'finish'} it, or choose another directory with --out."
+        f"{out} already holds a run, which {state}. Add --resume to {verb} it, or choose another directory with --out."
     )
 
 
-def _summary(config: ExperimentConfig, result: Decomposition, evaluation: Evaluation) -> Summary:
-    found = measured(config, result, evaluation)
-    return {
+def _refuse_other_settings(out: Path, stored: RunConfig, config: RunConfig) -> None:
+    differing = real_differences(stored, config)
+    if differing:
+        raise CheckpointError(
+            f"{out} holds a run with other settings: {'; '.join(differing)}. Finish it with its own settings "
+            f"(rankone run {out} --resume), or choose another directory with --out."
+        )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def allowed_threads(threads: int) -> int:
+    """A number of threads, or OMP_NUM_THREADS where that is smaller."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(threads, int(limit)) if limit.isdecimal() and int(limit) > 0 else threads
+
+
+def with_threads(config: RunConfig, stored: RunConfig | None, say: Say) -> RunConfig:
+    """The settings with the number of threads that the run will really use.
+
+    A run that was begun keeps its own number, because the last bits of its result depend on it.
+    """
+    allowed = allowed_threads(config.threads)
+    threads, expected = (allowed, config.threads) if stored is None else (stored.threads, allowed)
+    if threads != expected:
+        why = f"OMP_NUM_THREADS is {allowed}" if stored is None else "it was begun with that number"
+        say(f"This run uses {threads} thread{'s' * (threads > 1)} instead of {expected}: {why}.")
+    warning = load_warning(threads)
+    if warning is not None:
+        say(warning)
+    if threads == config.threads:
+        return config
+    overrides = [o for o in config.overrides if not o.startswith("threads=")]
+    return config.model_copy(update={"threads": threads, "overrides": [*overrides, f"threads={threads}"]})
+
+
+def load_warning(threads: int) -> str | None:
+    """A sentence to say if other work keeps so many cores busy that these threads must share."""
+    if not hasattr(os, "getloadavg"):  # Windows
+        return None
+    load = os.getloadavg()[0]
+    if load + threads <= cores() + 0.5:  # a load of a few tenths is an idle machine
+        return None
+    return (
+        f"Other work is using the cores (load {load:.1f}, {cores()} cores, {threads} threads asked for): "
+        "this run will be slower."
+    )
+
+
+def _summary(config: RunConfig, result: Decomposition, evaluation: Evaluation, digest: str) -> Summary:
+    values = {
         "experiment": config.experiment,
         "preset": config.preset,
         "overrides": config.overrides,
         "seed": config.seed,
         "steps": config.steps,
-        "wall_seconds": None,
+        "train_seconds": round(result.seconds, 3),
         "ms_per_step": round(1000 * result.seconds / config.steps, 4),
         "peak_rss_mb": peak_rss_mb(),
-        "recovered": found.pop("recovered"),
-        **found,
+        **measured(config, result, evaluation),
         "losses": result.history[-1]["loss"],
         "target_sha256": fingerprint(result.model.target),
+        "decomposition_sha256": digest,
         "threads": config.threads,
         "versions": {
             "rankone": version("rankone"),
@@ -188,6 +278,7 @@ def _summary(config: ExperimentConfig, result: Decomposition, evaluation: Evalua
             "python": platform.python_version(),
         },
     }
+    return Summary.from_json(values, source="This run")
 
 
 def peak_rss_mb() -> float | None:
@@ -198,22 +289,3 @@ def peak_rss_mb() -> float | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (1024**2 if sys.platform == "darwin" else 1024), 1)
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Keep two processes from writing into one run directory."""
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows has no flock; two runs in one directory are then the user's care
-        yield
-        return
-    with open(out / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"Another rankone process is running in {out}. Wait for it, or choose another --out."
-            ) from None
-        yield

@@ -1,11 +1,10 @@
-"""What the paper's toy targets have in common: sparse features as data, and how a network is trained on them.
+"""What the paper's toy targets have in common: sparse features as data, and how a network is trained
+on them.
 
-Each family of targets is a `SparseTarget` that says what its network looks like and what it must compute.
+Each family is a `SparseTarget` that says what its network looks like and what it must compute.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -16,10 +15,11 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from rankone.config import OptimizerSettings, Settings, learning_rate
+from rankone.config import OptimizerSettings
 from rankone.data import WeightedBatch, generator_for
-from rankone.decomposition import Decomposition
-from rankone.metrics import Check, Pattern
+from rankone.optim import learning_rate
+from rankone.settings import Positive, Seed, Settings
+from rankone.targets.base import TrainableTarget
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -41,21 +41,24 @@ class SparseFeatures:
         return on * (self.low + (self.high - self.low) * values)
 
     def __call__(self, generator: torch.Generator) -> WeightedBatch:
-        """A batch with its rows of zeros merged. Only what is on is drawn: the gaps between entries that are on are geometric."""
+        """A batch with its rows of zeros merged.
+
+        Only what is on is drawn: the gaps between entries that are on are geometric.
+        """
         places = self._places(generator)
         values = torch.rand(len(places), generator=generator).numpy()
         row, feature = np.divmod(places, self.n_features)
         begins = np.ones(len(row), bool)
         np.not_equal(row[1:], row[:-1], out=begins[1:])
-        kept_row = np.cumsum(begins)
-        on = int(kept_row[-1]) if len(row) else 0
+        merged_row = np.cumsum(begins)
+        on = int(merged_row[-1]) if len(row) else 0
         zeros = self.batch_size - on
-        kept = np.zeros((on + bool(zeros), self.n_features), np.float32)
-        kept[kept_row - 1, feature] = self.low + (self.high - self.low) * values
-        weights = np.ones(len(kept), np.float32)
+        rows = np.zeros((on + bool(zeros), self.n_features), np.float32)
+        rows[merged_row - 1, feature] = self.low + (self.high - self.low) * values
+        weights = np.ones(len(rows), np.float32)
         if zeros:
             weights[-1] = zeros
-        return WeightedBatch(torch.from_numpy(kept), torch.from_numpy(weights))
+        return WeightedBatch(torch.from_numpy(rows), torch.from_numpy(weights))
 
     def _places(self, generator: torch.Generator) -> Any:
         """Which entries of the batch are on, counted row by row, in order."""
@@ -64,76 +67,55 @@ class SparseFeatures:
             return np.arange(entries)
         expected = entries * self.probability
         at_once = int(expected + 6 * math.sqrt(expected) + 10)
-        found = [np.array([-1])]
-        while found[-1][-1] < entries:
+        pieces = [np.array([-1])]
+        while pieces[-1][-1] < entries:
             u = torch.rand(at_once, generator=generator, dtype=torch.float64).numpy()
             gaps = 1 + (np.log1p(-u) / math.log1p(-self.probability)).astype(np.int64)
-            found.append(found[-1][-1] + np.cumsum(gaps))
-        places = np.concatenate(found[1:])
+            pieces.append(pieces[-1][-1] + np.cumsum(gaps))
+        places = np.concatenate(pieces[1:])
         return places[: np.searchsorted(places, entries)]
 
 
 class Recipe(Settings):
     """How a target is trained: AdamW."""
 
-    steps: int = Field(default=10_000, ge=1)
+    steps: int = Field(default=10_000, ge=1, le=10**8)
     """Training steps."""
-    batch_size: int = Field(default=1024, ge=1)
+    batch_size: int = Field(default=1024, ge=1, le=10**7)
     """Datapoints per step."""
-    lr: float = Field(default=5e-3, gt=0)
+    lr: Positive = 5e-3
     """The largest learning rate."""
-    weight_decay: float = Field(default=0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0, le=1e6)
     """Decoupled weight decay."""
-    seed: int = Field(default=0, ge=0)
-    """The seed of the pinned weights. train-target tries this one first, then the next, until a target passes its check."""
+    seed: Seed = 0
+    """The seed of the pinned weights. train-target tries this one first, then the next, until a
+    network passes its check."""
 
 
-class SparseTarget(Settings, ABC):
+class SparseTarget(TrainableTarget):
     """A network that computes something of sparse features."""
 
-    n_features: int = Field(default=5, ge=1)
+    n_features: int = Field(default=5, ge=1, le=10_000)
     """Features of the input."""
-    feature_probability: float = Field(default=0.05, gt=0, le=1)
+    feature_probability: float = Field(default=0.05, ge=1e-9, le=1)
     """How often each feature is on."""
     training: Recipe = Recipe()
     """How the target is trained."""
-    weights: str = ""
-    """The trained weights: the name of a pinned target, or the path of a file written by train-target."""
-    sha256: str | None = None
-    """The fingerprint that the loaded weights must have; null to take them as they are."""
 
     lowest: ClassVar[float] = 0.0
     """A feature that is on is uniform between this and 1."""
     schedule: ClassVar[Literal["constant", "half_cosine"]] = "constant"
     """How the learning rate falls in the paper's recipe."""
-    similarity_of: ClassVar[str | None] = None
-    """The matrix whose columns MMCS and ML2R are about, where columns are mechanisms."""
 
-    @abstractmethod
-    def build(self) -> nn.Module:
-        """An untrained network of this kind."""
-
-    @abstractmethod
-    def train(self, seed: int) -> tuple[nn.Module, float]:
-        """Train a fresh target; also return its mean loss over the last hundredth of training."""
-
-    @abstractmethod
-    def check(self, model: nn.Module) -> tuple[bool, dict[str, float]]:
-        """Whether a trained network is a good target, and the numbers that decide it."""
-
-    @abstractmethod
-    def ground_truth(self) -> dict[str, tuple[Pattern, int]]:
-        """The pattern of importances that each matrix must show."""
+    @property
+    def first_seed(self) -> int:
+        return self.training.seed
 
     def labels(self, x: Tensor) -> Tensor:
         """What the network is to compute: by default its input."""
         return x
 
-    def details(self, decomposition: Decomposition, checks: Mapping[str, Check]) -> dict[str, Any]:
-        """What is worth knowing of a decomposition besides its recovery."""
-        return {}
-
-    def sampler(self, batch_size: int) -> SparseFeatures:
+    def data(self, batch_size: int) -> SparseFeatures:
         return SparseFeatures(self.n_features, self.feature_probability, batch_size, self.lowest)
 
     def probe(self) -> Float[Tensor, "features features"]:
@@ -146,7 +128,7 @@ class SparseTarget(Settings, ABC):
         rate = OptimizerSettings(lr=recipe.lr, schedule=self.schedule)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
-        sampler = self.sampler(recipe.batch_size)
+        sampler = self.data(recipe.batch_size)
         tail = max(1, recipe.steps // 100)
         losses: list[Tensor] = []
         for step in range(recipe.steps):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rankone.adapters import LinearAdapter, register_adapter
 from rankone.data import generator_for
 from rankone.metrics import Pattern
+from rankone.targets.base import register_target
 from rankone.targets.sparse import SparseTarget
 
 
@@ -60,29 +61,29 @@ class TMS(nn.Module):
         return F.relu(self.unembed(hidden))
 
 
+@register_target("tms")
 class TMSTarget(SparseTarget):
     """A Toy Model of Superposition."""
 
     kind: Literal["tms"] = "tms"
-    """The family of models."""
-    n_hidden: int = Field(default=2, ge=1)
+    """The family of networks."""
+    n_hidden: int = Field(default=2, ge=1, le=10_000)
     """Hidden dimensions."""
-    n_identity: int = Field(default=0, ge=0)
+    n_identity: int = Field(default=0, ge=0, le=100)
     """Fixed identity matrices between W and its transpose."""
     similarity_of: ClassVar[str | None] = "embed"
 
     def build(self) -> TMS:
         return TMS(self.n_features, self.n_hidden, self.n_identity)
 
-    def ground_truth(self) -> dict[str, tuple[Pattern, int]]:
-        """The pattern of importances that each matrix must show: W one subcomponent per feature, I dense."""
+    def truth(self) -> dict[str, tuple[Pattern, int]]:
+        """W has one subcomponent per feature; I is dense."""
         patterns: dict[str, tuple[Pattern, int]] = {"embed": ("identity", self.n_features)}
         patterns |= {f"hidden.{i}": ("dense", self.n_hidden) for i in range(self.n_identity)}
         patterns["unembed"] = ("identity", self.n_features)
         return patterns
 
     def train(self, seed: int) -> tuple[TMS, float]:
-        """Train a fresh target; also return its mean loss over the last hundredth of training."""
         model = self.build()
         init = generator_for(seed, "target/init")
         with torch.no_grad():
@@ -92,31 +93,26 @@ class TMSTarget(SparseTarget):
 
     @torch.no_grad()
     def check(self, model: nn.Module) -> tuple[bool, dict[str, float]]:
-        """Whether a trained network is a good target, and the numbers that decide it.
-
-        Every feature must come back from its own one-hot input well above whatever else comes back with it; a two-dimensional
-        model must also be a regular polygon.
-        """
+        """Every feature must come back from its own one-hot input well above whatever else comes back
+        with it; a two-dimensional model must also be a regular polygon."""
         assert isinstance(model, TMS)
         W = model.embed.weight
         out = model(torch.eye(self.n_features))
         own = out.diagonal()
         other = (out - torch.diag(own)).amax(dim=1)
         norms = W.norm(dim=0)
-        found = {
+        numbers = {
             "smallest_own_response": float(own.min()),
             "largest_other_response": float(other.max()),
             "smallest_column_norm": float(norms.min()),
             "largest_column_norm": float(norms.max()),
         }
-        good = (
-            found["smallest_own_response"] > 0.5
-            and found["largest_other_response"] < found["smallest_own_response"] / 2
-        )
+        least = numbers["smallest_own_response"]
+        good = least > 0.5 and numbers["largest_other_response"] < least / 2
         if self.n_hidden == 2:
             angles = torch.atan2(W[1], W[0]).sort().values.tolist()
             gaps = [math.degrees(b - a) for a, b in pairwise([*angles, angles[0] + 2 * math.pi])]
             regular = 360 / self.n_features
-            found["largest_angle_error_degrees"] = max(abs(gap - regular) for gap in gaps)
-            good = good and found["largest_angle_error_degrees"] < 3
-        return good, found
+            numbers["largest_angle_error_degrees"] = max(abs(gap - regular) for gap in gaps)
+            good = good and numbers["largest_angle_error_degrees"] < 3
+        return good, numbers

@@ -1,0 +1,111 @@
+"""The exact state of training on disk: what is saved, and when a saved state may be resumed.
+
+A checkpoint is parameters, the optimiser's moments and a step number; everything random is a
+function of the step. A run resumes only as itself: same target, layers, settings, data and kernels,
+or it is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankone.config import DecompositionConfig
+from rankone.errors import CheckpointError
+from rankone.files import RunDirectory, sealed_bytes
+from rankone.model import DecomposedModel
+from rankone.settings import differences, validated
+
+PREFIX = "checkpoints/step-"
+
+
+def checkpoint_names(directory: RunDirectory) -> list[str]:
+    """The checkpoints of a run, oldest first."""
+    return directory.names(PREFIX)
+
+
+def save_checkpoint(
+    directory: RunDirectory, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
+) -> str:
+    """Write a checkpoint, and only when it is safely on disk remove all but the newest `keep`."""
+    name = f"{PREFIX}{meta['step']:09d}.safetensors"
+    directory.write(name, sealed_bytes(tensors, meta))
+    for old in checkpoint_names(directory)[:-keep]:
+        directory.remove(old)
+    return name
+
+
+def load_newest(directory: RunDirectory) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The content of the newest checkpoint."""
+    names = checkpoint_names(directory)
+    try:
+        return directory.read_sealed(names[-1])
+    except CheckpointError as error:
+        earlier = f"go on from {names[-2]}" if len(names) > 1 else "start again from step 0"
+        raise CheckpointError(f"{error} Delete that file to {earlier}.") from None
+
+
+def load_parameters(model: DecomposedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Set a model's parameters to those of a checkpoint."""
+    with torch.no_grad():
+        for name, tensor in model.named_tensors().items():
+            tensor.copy_(tensors[f"parameter/{name}"])
+
+
+def refuse_other_layers(model: DecomposedModel, name: str, meta: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint was written for other layers than this model's, or another C."""
+    layers = {layer_name: layer.C for layer_name, layer in model.layers.items()}
+    if meta["C"] != layers:
+        changed = differences(meta["C"], layers)
+        raise CheckpointError(
+            f"{name} was written for other layers: C of {'; '.join(changed)}. Choose the same layers again."
+        )
+
+
+def refuse_other_run(
+    name: str, meta: Mapping[str, Any], identity: Mapping[str, Any], config: DecompositionConfig
+) -> None:
+    """Raise if a checkpoint belongs to another run than the one that wants to resume it."""
+    if meta["target"] != identity["target"]:
+        raise CheckpointError(
+            f"{name} belongs to another target network (its weights differ); nothing was loaded."
+        )
+    # What older versions did not know has its default now; how a run is described does not matter
+    # to it.
+    earlier = validated(type(config), meta["config"], source=name)
+    before, now = (c.model_dump(mode="json", exclude=set(c.descriptive)) for c in (earlier, config))
+    changed = differences(
+        before | {key: meta[key] for key in ("divergence", "output")},
+        now | {key: identity[key] for key in ("divergence", "output")},
+    )
+    if changed:
+        raise CheckpointError(
+            f"{name} was written with other settings, so it cannot be resumed with these: "
+            f"{'; '.join(changed)}. "
+            "Resume with the run's own settings, or start a new run in another directory."
+        )
+    if meta["first_batch"] != identity["first_batch"]:
+        raise CheckpointError(
+            f"{name} was written by a run on other data: the first batch is not the same. Resume "
+            "with the data "
+            "of the run, or start a new run in another directory."
+        )
+    if meta["kernels"] != identity["kernels"]:
+        raise CheckpointError(
+            f"{name} was written {_with(meta['kernels'])}, and this process runs "
+            f"{_with(identity['kernels'])}: the "
+            "result would be of neither. Resume in an environment like the first, or start again "
+            "in another directory."
+        )
+
+
+def _with(kernels: str | None) -> str:
+    return "without compiled kernels" if kernels is None else f"with kernels that compute {kernels[:12]}"
+
+
+def described(thing: Any) -> Any:
+    """A function by its name, anything else as it is: enough to notice when a run resumes with another."""
+    if not callable(thing):
+        return thing
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"

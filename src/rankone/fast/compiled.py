@@ -1,0 +1,383 @@
+"""How the kernels are compiled, kept and loaded, so that every process computes the same bits.
+
+LLVM optimises the loops when they are compiled, and once more when they are linked into the
+function that calls them. A process that compiles runs the first version, a process that loads
+numba's cache runs the second, and the two round differently. So child processes compile, and
+everyone loads: there is one version.
+
+What is loaded are pickles and machine code. rankone itself compiled them, into a directory that
+only this user can write (`RANKONE_CACHE_DIR`, or `rankone` where the system keeps caches), and
+sealed them with their SHA-256 and a digest of what they compute. Nothing received from elsewhere is
+ever unpickled. A directory that is damaged, or that computes something else, is deleted and
+compiled again; one that others can write is not used.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SOURCE = Path(__file__).with_name("kernels.py")
+SEAL = "seal.json"
+ELEMENTS_PER_THREAD = 50_000
+"""Work that pays for handing it to another thread."""
+WITHOUT_NUMBA = "numba is missing, so steps run in plain torch with exact gates: as good, several times slower. pip install numba"
+
+
+class MissingKernels(UserWarning):
+    """The compiled kernels cannot be used; everything works, more slowly."""
+
+
+class _Damaged(Exception):
+    """A directory of compiled kernels is not what was sealed."""
+
+
+class Kernels:
+    """The compiled kernels, which share subcomponents between threads. Results do not depend on it."""
+
+    def __init__(self, forward: Any, backward: Any, digest: str = "") -> None:
+        self._forward, self._backward, self.digest = forward, backward, digest
+
+    def gate_forward(self, threads: int, *arrays: Any) -> None:
+        """See kernels.py; `arrays` are the arguments there, without the range."""
+        _share(self._forward, threads, arrays)
+
+    def gate_backward(self, threads: int, *arrays: Any) -> None:
+        _share(self._backward, threads, arrays)
+
+
+def _share(kernel: Any, threads: int, arrays: tuple[Any, ...]) -> None:
+    C, rows = arrays[0].shape
+    parts = min(threads, C, 1 + C * rows // ELEMENTS_PER_THREAD)
+    if parts <= 1:
+        kernel((0, C, *arrays))
+        return
+    edges = [C * i // parts for i in range(parts + 1)]
+    others = [_threads().submit(kernel, (begin, end, *arrays)) for begin, end in pairwise(edges[1:])]
+    kernel((0, edges[1], *arrays))
+    for other in others:
+        other.result()
+
+
+_pool: ThreadPoolExecutor | None = None
+_lock = threading.Lock()
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="rankone-kernels")
+    return _pool
+
+
+def _after_fork() -> None:
+    """Threads do not survive a fork."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The compiled kernels, or None (with one warning). The first call may compile them."""
+    with _lock:
+        return _compiled()
+
+
+def kernels_digest() -> str | None:
+    """A digest of what the kernels compute for a fixed input: the same digest, the same bits."""
+    compiled = kernels()
+    return None if compiled is None else compiled.digest
+
+
+def _compiled() -> Kernels | None:
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        warnings.warn(WITHOUT_NUMBA, MissingKernels, stacklevel=3)
+        return None
+    try:
+        root, trouble = _root()
+        directory = root / f"kernels-{_key()}"
+        try:
+            return _load(directory)
+        except _Damaged:
+            with _locked(directory):
+                return _compile_once(directory, trouble)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        warnings.warn(
+            f"The kernels could not be compiled or loaded ({reason[-1]}), so steps run in plain torch "
+            "with exact gates: as good, several times slower.",
+            MissingKernels,
+            stacklevel=3,
+        )
+        return None
+
+
+def _compile_once(directory: Path, trouble: str) -> Kernels:
+    """Load the kernels if another process has compiled them meanwhile, otherwise compile them."""
+    try:
+        return _load(directory)
+    except _Damaged:
+        _remove(directory)
+    where = f" into a temporary directory, because {trouble}" if trouble else ", once after installation"
+    print(f"rankone: compiling kernels{where} (about 8 seconds)", file=sys.stderr, flush=True)
+    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):
+        _remove(leftover)  # of a process that was killed; whoever is alive has the lock
+    new = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=".tmp", dir=directory.parent))
+    try:
+        _run_compilers(new)
+        result = _open(new)
+        seal = {"digest": result.digest, "files": _digests(new)}
+        (new / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
+        with suppress(OSError):  # where there are no locks, another process may have been faster
+            new.rename(directory)
+        return result
+    finally:
+        _remove(new)
+
+
+def _run_compilers(directory: Path) -> None:
+    """Compile each kernel in a process of its own, with numba's settings as they come."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(directory), name],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
+        )
+        for name in ("gate_forward", "gate_backward")
+    ]  # fmt: skip
+    try:
+        for child in children:
+            complaint = child.communicate()[1]
+            if child.returncode:
+                raise RuntimeError(complaint.decode(errors="replace"))
+    finally:
+        for child in children:
+            with child:
+                child.kill()
+
+
+def _load(directory: Path) -> Kernels:
+    """The kernels in a sealed directory."""
+    seal = _sealed(directory)
+    result = _open(directory)
+    if result.digest != seal["digest"]:
+        raise _Damaged(f"{directory} computes something else than when it was sealed")
+    return result
+
+
+def _sealed(directory: Path) -> dict[str, Any]:
+    try:
+        if trouble := _unsafe(directory):
+            raise _Damaged(trouble)
+        seal = json.loads((directory / SEAL).read_text(encoding="utf-8"))
+        if seal["files"] != _digests(directory) or not isinstance(seal["digest"], str):
+            raise _Damaged(f"{directory} was changed")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _Damaged(str(error)) from None
+    return seal
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file but the seal."""
+    files = sorted(path for path in directory.rglob("*") if not path.is_dir() and path != directory / SEAL)
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def _open(directory: Path) -> Kernels:
+    """Load the kernels from numba's cache in a directory. Nothing is ever compiled here."""
+    from rankone.fast.kernels import KERNELS
+
+    results = []
+    for dispatcher, signature in _signatures(KERNELS):
+        result = _cache(dispatcher, directory).load_overload(signature, dispatcher.targetctx)
+        if result is None:
+            raise _Damaged(f"numba does not find {dispatcher.__name__} in {directory}")
+        results.append(result)
+    digest = _digest(Kernels(*(result.entry_point for result in results)))
+    for (dispatcher, _), result in zip(KERNELS.items(), results, strict=True):
+        if not dispatcher.overloads:
+            dispatcher.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
+            dispatcher.add_overload(result)
+            dispatcher.disable_compile()
+    return Kernels(*KERNELS, digest=digest)
+
+
+def _signatures(kernels: dict[Any, tuple[Any, ...]]) -> Iterator[tuple[Any, tuple[Any]]]:
+    from numba import types
+
+    for dispatcher, arguments in kernels.items():
+        yield dispatcher, (types.Tuple(arguments),)
+
+
+def _cache(dispatcher: Any, directory: Path) -> Any:
+    """numba's cache of one function, in a directory of our choice."""
+    import numba.core.config
+    from numba.core.caching import FunctionCache
+
+    config: Any = numba.core.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(directory)
+    try:
+        return FunctionCache(dispatcher.py_func)
+    finally:
+        config.CACHE_DIR = before
+
+
+def _digest(kernels: Kernels) -> str:
+    """A digest of what the kernels compute: all branches, whole vectors and what is left over."""
+    import numpy as np
+
+    C, rows, d_gate = 5, 77, 16
+    numbers = iter(np.arange(1, 100, dtype=np.uint64))
+
+    def uniform(*shape: int) -> Any:
+        """Numbers in [-1, 1), the same with every version of numpy."""
+        n = np.arange(np.prod(shape, dtype=int), dtype=np.uint64) + next(numbers) * np.uint64(7919)
+        n = (n * np.uint64(2654435761)) % np.uint64(2**32)
+        return (n.astype(np.float64) / 2**31 - 1).astype(np.float32).reshape(shape)
+
+    summary = hashlib.sha256()
+    h, w_in, b_in, w_out, b_out = uniform(C, rows), *(uniform(C, d_gate) for _ in range(3)), uniform(C)
+    w_in[1] *= 1000  # too steep for nodes
+    w_in[2] *= np.float32(1e-4)  # nodes that differ by rounding
+    key = np.uint32(12345), np.uint32(67890), abs(uniform(rows))
+    for penalty in ((1, 0, 0), (2, 0, 0), (0.9, 1e-6, 0), (0.9, 1e-6, 3)):
+        given = *key, *(np.float32(number) for number in penalty)
+        raw, mask, masked, slopes, to_h = np.zeros((5, C, rows), np.float32)
+        kept = slopes, *np.zeros((2, C), np.float32), np.zeros(C, np.int32)
+        penalties, to_b_out = np.zeros((2, C), np.float32)
+        kernels.gate_forward(1, h, w_in, b_in, w_out, b_out, *given, raw, mask, masked, penalties, *kept)
+        wide = [x for _ in range(3) for x in (True, uniform(C, rows))]
+        to_gate = np.zeros((3, C, d_gate), np.float32)
+        kernels.gate_backward(
+            1,
+            h,
+            w_in,
+            b_in,
+            w_out,
+            *given,
+            raw,
+            mask,
+            *kept,
+            *wide,
+            np.float32(0.3),
+            to_h,
+            *to_gate,
+            to_b_out,
+        )
+        for array in (raw, mask, masked, penalties, *kept, to_h, to_gate, to_b_out):
+            summary.update(array.tobytes())
+    return summary.hexdigest()
+
+
+def _key() -> str:
+    """What the machine code depends on, and the place and time of the source, which numba checks."""
+    import llvmlite
+    import numba
+    from llvmlite import binding
+
+    stat = SOURCE.stat()
+    parts = (
+        hashlib.sha256(SOURCE.read_bytes()).hexdigest(), str(SOURCE), stat.st_mtime_ns, stat.st_size,
+        platform.python_implementation(), sys.version, numba.__version__, llvmlite.__version__,
+        platform.machine(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def _root() -> tuple[Path, str]:
+    """The directory for compiled kernels, and why it is a temporary one if it is."""
+    root = Path(os.environ.get("RANKONE_CACHE_DIR") or _user_caches() / "rankone")
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trouble = _unsafe(root) or ("" if os.access(root, os.W_OK | os.X_OK) else f"{root} cannot be written")
+    except OSError as error:
+        trouble = f"{root} cannot be used ({error.strerror})"
+    if not trouble:
+        return root, ""
+    private, owner = Path(tempfile.mkdtemp(prefix="rankone-kernels-")), os.getpid()
+    atexit.register(lambda: os.getpid() == owner and _remove(private))
+    return private, trouble
+
+
+def _user_caches() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _unsafe(directory: Path) -> str:
+    """Why a directory must not be trusted, or nothing."""
+    if directory.is_symlink() or not directory.is_dir():
+        return f"{directory} is not a directory"
+    if hasattr(os, "getuid"):
+        stat = directory.stat()
+        if stat.st_uid != os.getuid():
+            return f"{directory} belongs to another user"
+        if stat.st_mode & 0o022:
+            return f"{directory} can be written by others (chmod 700 mends it)"
+    return ""
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process compiles, the others wait for it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: several may compile, and the first one wins
+        yield
+        return
+    with directory.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(directory: Path, name: str) -> None:
+    """What a child process does. It needs neither torch nor the rest of rankone."""
+    for package, path in (("rankone", SOURCE.parent.parent), ("rankone.fast", SOURCE.parent)):
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(path)]
+    from rankone.fast.kernels import KERNELS
+
+    for dispatcher, signature in _signatures(KERNELS):
+        if dispatcher.__name__ == name:
+            dispatcher.compile(signature)
+            _cache(dispatcher, directory).save_overload(signature, dispatcher.overloads[signature])
+
+
+if __name__ == "__main__":
+    _compile(Path(sys.argv[1]), sys.argv[2])

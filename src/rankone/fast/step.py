@@ -1,0 +1,153 @@
+"""The fast engine: step.py with compiled gates, and nothing computed twice.
+
+What it adds to a plain `Step`: the gates of all layers, the first sample of stochastic masks, the
+masked inner activations and the penalty come out of one walk through memory (gates.py); a pass that
+begins like the clean one takes over what is known of it; products are made in the order that suits
+memory and remembered for the step (products.py). README.md beside this file says when it applies
+and what it promises.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from rankone.adapters import Activation, Adapter, LinearAdapter
+from rankone.data import mean_over_data
+from rankone.fast.factored import Factored
+from rankone.fast.gates import Gate, Gated, gated
+from rankone.fast.products import Memo, keeping_constants, rows_times, sharing
+from rankone.importance import PerLayer
+from rankone.losses import ImportanceMinimality, mse
+from rankone.masks import SOURCES, Mask, Masks
+from rankone.model import DecomposedModel
+from rankone.step import Penalty, Step
+
+
+class FastStep(Step):
+    """One batch on its way through Algorithm 1, on compiled kernels where they apply."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._memo: Memo = {}
+        self._gated: dict[str, Gated] = {}
+        self._shape: Penalty | None = None
+        self._written: dict[tuple[str, int], tuple[Mask, Activation]] = {}
+        self._scaled_target: tuple[Tensor, Tensor] | None = None
+        with sharing(self._memo):
+            super().__init__(*args, **kwargs)
+
+    @staticmethod
+    @contextmanager
+    def ready(model: DecomposedModel) -> Iterator[None]:
+        """Linear layers multiply in the order that suits memory; products of frozen weights are kept."""
+        plain = [(layer, layer.adapter) for layer in model.layers.values()]
+        for layer, adapter in plain:
+            if isinstance(adapter, LinearAdapter):
+                layer.adapter = OrderedLinear(adapter)
+        try:
+            with keeping_constants():
+                yield
+        finally:
+            for layer, adapter in plain:
+                layer.adapter = adapter
+
+    def importances(self) -> dict[str, Tensor]:
+        if not isinstance(self.model.importance, PerLayer):
+            return super().importances()
+        functions = self.model.importance.functions
+        losses = [term for term in self.terms.values() if isinstance(term, ImportanceMinimality)]
+        self._shape = losses[0].penalty(self.progress) if losses else None
+        gates = {name: Gate(f, self.inner[name], self.mask_key(name, 0)) for name, f in functions.items()}
+        self._gated, self._penalty = gated(gates, self._shape, self.weights)
+        return {
+            name: self._gated[name].raw if name in self._gated else f(self.inner[name])
+            for name, f in functions.items()
+        }
+
+    def masks(self, source: str, sample: int) -> Masks:
+        if (source, sample) != ("stochastic", 0) or (source, sample) in self._masks:
+            return super().masks(source, sample)
+        plain = {name: raw for name, raw in self.raw.items() if name not in self._gated}
+        masks = dict(SOURCES.get(source)(plain, lambda layer: self.mask_key(layer, sample)))
+        masks |= {name: Mask(gate.mask) for name, gate in self._gated.items()}
+        self._masks[source, sample] = {name: masks[name] for name in self.raw}
+        return self._masks[source, sample]
+
+    def output(self, masks: Masks) -> Tensor:
+        """Up to the first masked layer a pass is the clean one, and that layer's input is the clean
+        one."""
+        order = list(self.clean.inputs)
+        first = min((order.index(name) for name in masks), default=len(order))
+        outputs = {name: self.clean.outputs[name] for name in order[:first] if name in self.clean.outputs}
+        if masks:
+            name = order[first]
+            mask = masks[name]
+            if mask.where is None and mask.delta is None:
+                self.model.check_mask(name, mask)
+                outputs[name] = self._first_output(name, mask)
+        return self.model.masked(self.batch, masks, outputs)
+
+    def _first_output(self, name: str, mask: Mask) -> Activation:
+        key = (name, id(mask.values))
+        if key in self._written:
+            return self._written[key][1]
+        gate = self._gated.get(name)
+        z = gate.masked if gate is not None and mask.values is gate.mask else mask.values * self.inner[name]
+        output = self.model.layer(name).write(z)
+        if name in self.clean.outputs:  # unless the target overwrites what this layer returns
+            self._written[key] = mask, output
+        return output
+
+    def distance(self, output: Tensor) -> Float[Tensor, ""]:
+        if self.divergence is not mse or output.dtype not in (torch.float32, torch.float64):
+            return super().distance(output)
+        # The same number in as few operations as there can be: in a small network they are what costs.
+        if self.weights is None:
+            return F.mse_loss(output, self.clean.output)
+        if self._scaled_target is None:
+            mean_over_data(self.clean.output, self.weights)  # raises where rows and weights do not fit
+            per_row = self.clean.output.numel() // self.clean.output.shape[0]
+            scale = (self.weights.to(output.dtype) / per_row).sqrt().reshape(-1, *[1] * (output.dim() - 1))
+            scale = torch.empty_like(output).copy_(scale)  # in full: broadcasting is slower than reading it
+            self._scaled_target = scale, scale * self.clean.output
+        scale, target = self._scaled_target
+        return F.mse_loss(scale * output, target, reduction="sum")
+
+    def penalty(self, shape: Penalty) -> Float[Tensor, ""]:
+        if self._shape != shape or self._penalty is None:
+            return super().penalty(shape)
+        plain = [shape.of(raw) for name, raw in self.raw.items() if name not in self._gated]
+        return torch.stack([self._penalty, *(mean_over_data(cost, self.weights) for cost in plain)]).sum()
+
+    def total(self) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        with sharing(self._memo):
+            return super().total()
+
+
+class OrderedLinear(Adapter):
+    """A linear layer's adapter, with products in the order that suits the kernels."""
+
+    plain: LinearAdapter
+
+    def __init__(self, plain: LinearAdapter) -> None:
+        super().__init__(plain.module)
+        self.plain = plain
+        self.vectors = plain.vectors
+        # A subclass that reads or writes in its own way goes on doing so.
+        if type(plain).read is not LinearAdapter.read:
+            self.read = plain.read
+        if type(plain).write is not LinearAdapter.write:
+            self.write = plain.write
+
+    def matrix(self) -> Tensor:
+        return self.plain.matrix()
+
+    def read(self, x: Activation, V: Tensor) -> Tensor:
+        return x.read(V) if isinstance(x, Factored) else rows_times(x, V)  # pyright: ignore[reportArgumentType]
+
+    def write(self, z: Tensor, U: Tensor) -> Activation:
+        return self.plain.with_bias(rows_times(z, U, rows_first=True))

@@ -1,0 +1,154 @@
+"""One training step: Algorithm 1 of the paper, read top to bottom, in plain torch.
+
+A `Step` takes one batch through the algorithm. The methods stand in the order of its lines: the
+clean pass, inner activations, importances, masks, masked passes, distances, the penalty, and the
+sum of all losses. What a loss asks for twice is computed once. `fast/` holds a second
+implementation with the same results up to a stated error; losses cannot tell which of the two they
+are given.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from rankone.data import Batch, mean_over_data, row_weights, seed_for
+from rankone.errors import TargetError
+from rankone.importance import upper_leaky
+from rankone.masks import ROUTINGS, SOURCES, Masks
+from rankone.model import DecomposedModel
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""(masked output, target output) -> a number per datapoint, or their mean as a scalar."""
+
+
+class Penalty(NamedTuple):
+    """What an importance g costs: (1 + saturation) q / (1 + saturation q), where q = (g + eps)^p."""
+
+    p: float
+    eps: float = 0.0
+    saturation: float = 0.0
+
+    def of(self, raw: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead"]:
+        """The cost of all subcomponents of a layer together, per datapoint."""
+        q = upper_leaky(raw)
+        if self.p != 1:
+            q = q.square() if self.p == 2 else (q + self.eps).pow(self.p)
+        s = self.saturation
+        return (q if s == 0 else (1 + s) * q / (1 + s * q)).sum(-1)
+
+
+@runtime_checkable
+class Term(Protocol):
+    """A term of the training loss, as losses.py defines them."""
+
+    def value(self, step: Any) -> Tensor: ...
+
+    def coefficient_at(self, progress: float) -> float: ...
+
+
+class Step:
+    """One batch on its way through Algorithm 1."""
+
+    def __init__(
+        self,
+        model: DecomposedModel,
+        batch: Batch,
+        terms: Mapping[str, Term],
+        divergence: Divergence,
+        *,
+        seed: int = 0,
+        index: int = 0,
+        progress: float = 0.0,
+    ) -> None:
+        """`index` numbers the step; `progress` is how much of training lies behind it, from 0 to 1."""
+        self.model, self.batch, self.terms, self.divergence = model, batch, terms, divergence
+        self.seed, self.index, self.progress = seed, index, progress
+        self.weights = row_weights(batch)
+        self._masks: dict[tuple[str, int], Masks] = {}
+        self.clean = model.clean(batch)
+        self.inner = model.inner(self.clean)
+        self.raw = self.importances()
+
+    @staticmethod
+    @contextmanager
+    def ready(model: DecomposedModel) -> Iterator[None]:
+        """What an engine keeps from step to step of one training run: here, nothing."""
+        yield
+
+    def importances(self) -> dict[str, Tensor]:
+        """Raw importances of every layer, from the clean pass."""
+        return self.model.raw_importances(self.clean, self.inner)
+
+    def masks(self, source: str, sample: int) -> Masks:
+        """The masks of one sample, the same for every loss that asks."""
+        key = (source, sample)
+        if key not in self._masks:
+            self._masks[key] = SOURCES.get(source)(self.raw, lambda layer: self.mask_key(layer, sample))
+        return self._masks[key]
+
+    def mask_key(self, layer: str, sample: int) -> int:
+        """The key of the random numbers of one layer's masks in one sample."""
+        return seed_for(self.seed, f"masks/{layer}/{sample}", self.index)
+
+    def outputs(self, source: str, routing: str, samples: int) -> Iterator[Tensor]:
+        """The target's output in every pass that a routing makes of every sample of masks."""
+        for sample in range(samples):
+            key = seed_for(self.seed, f"routing/{routing}/{sample}", self.index)
+            for masks in ROUTINGS.get(routing)(self.masks(source, sample), key):
+                yield self.output(masks)
+
+    def output(self, masks: Masks) -> Tensor:
+        """The target's output when these layers are masked."""
+        return self.model.masked(self.batch, masks)
+
+    def distance(self, output: Tensor) -> Float[Tensor, ""]:
+        """How far an output is from the clean one, averaged over the data; in single precision at
+        least."""
+        wide = torch.promote_types(output.dtype, torch.float32)
+        values = self.divergence(output.to(wide), self.clean.output.to(wide))
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            raise TargetError(
+                f"The divergence returned a {type(values).__name__}; expected a floating-point "
+                "tensor with one "
+                "number per datapoint, or their mean."
+            )
+        return mean_over_data(values, self.weights)
+
+    def penalty(self, shape: Penalty) -> Float[Tensor, ""]:
+        """What all importances of all layers cost, averaged over the data."""
+        return torch.stack([mean_over_data(shape.of(raw), self.weights) for raw in self.raw.values()]).sum()
+
+    def total(self) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """The training loss, and its terms without their coefficients."""
+        values = {name: term.value(self) for name, term in self.terms.items()}
+        stacked = torch.stack(list(values.values()))
+        coefficients = [term.coefficient_at(self.progress) for term in self.terms.values()]
+        return stacked @ torch.tensor(coefficients, dtype=stacked.dtype, device=stacked.device), values
+
+
+def faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:
+    """Squared error of the summed subcomponents, over all decomposed matrices, per parameter in them."""
+    uses = Counter(
+        model.tied.get(name, name) for name in model.layers
+    )  # a tied layer's error is its source's
+    matrices = {name: model.layers[name].matrix() for name in uses}
+    parameters = sum(n * matrices[name].numel() for name, n in uses.items())
+    errors = [
+        F.mse_loss(model.layers[name].subcomponents.weight(), W, reduction="sum") * (uses[name] / parameters)
+        for name, W in matrices.items()
+    ]
+    return sum(errors[1:], errors[0])
+
+
+def set_gradients(loss: Tensor, parameters: list[torch.nn.Parameter]) -> None:
+    """Gradients for our parameters only: `backward()` would also fill the target's `.grad`."""
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        if gradient is not None and gradient.stride() != p.stride():  # a fused optimiser walks through memory
+            gradient = torch.empty_like(p).copy_(gradient)
+        p.grad = gradient

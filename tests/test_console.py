@@ -1,0 +1,131 @@
+"""What people read: safe to show, short enough, and true."""
+
+import io
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rankone import console
+from rankone.console import ParallelDisplay, RunDisplay, clean, duration, pace
+from rankone.metrics_log import Progress
+from rankone.paper.tables import Table
+from rankone.runs.config import experiment_config
+from rankone.runs.many import ParallelRun
+
+LOSSES = ("total", "faithfulness", "stochastic_recon", "stochastic_recon_layerwise", "importance_minimality")
+
+
+def terminal(width=80):
+    return console.SafeConsole(file=StringIO(), width=width, force_terminal=True)
+
+
+def progress(step=12_000, steps=40_000, ms=5.0):
+    record = {"loss": dict.fromkeys(LOSSES, 0.001), "l0": {"embed": 0.25, "unembed": 0.5}}
+    return Progress(record, step, steps, 60.0, ms)
+
+
+def test_a_narrow_terminal_shows_what_matters():
+    screen = terminal()
+    with RunDisplay(40_000, screen) as display:
+        display(progress())
+    for words in ("12000/40000", "5.0 ms/step", "2:20 left", "L0 0.25/0.50"):
+        assert words in screen.file.getvalue()
+
+
+def test_losses_are_named_in_a_line_as_in_a_legend():
+    screen = terminal(200)
+    with RunDisplay(40_000, screen) as display:
+        display(progress())
+    assert "faith 1.0e-03 recon 1.0e-03 layer 1.0e-03 min 1.0e-03" in screen.file.getvalue()
+
+
+def test_the_first_step_promises_nothing():
+    assert pace(progress(1, 10_000, 21_000.0)) == "the first step is done"
+    assert pace(progress(101, 10_000, 5.0)) == "5.0 ms/step, 0:49 left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0, "0:00"), (61.0, "1:01"), (3599.9, "59:59"), (3600.0, "1:00:00"), (3.6e5, "100:00:00")],
+)
+def test_time_left_has_hours(seconds, words):
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[31mb", "a\ufffd[31mb"),
+        ("\x00\x07\x9b\r", "\ufffd" * 4),
+        ("half a pair \ud800", "half a pair \ufffd"),
+        ("\u202egnp.exe", "\ufffdgnp.exe"),
+        ("one\ttwo\nβ × 漢字 [/x] :smile:", "one\ttwo\nβ × 漢字 [/x] :smile:"),
+    ],
+)
+def test_nothing_that_commands_a_terminal_is_shown(text, shown):
+    assert clean(text) == shown
+    screen = terminal()
+    screen.print(console.text(text, (text, "bold")), soft_wrap=True)
+    written = screen.file.getvalue()
+    written.encode()
+    assert "\x1b[31m" not in written
+    assert "\x00" not in written
+
+
+def test_markup_in_names_is_text(monkeypatch, capsys):
+    """A title, a layer or a message from a file is never read as markup; `[/x]` used to be an error."""
+    config = experiment_config("tms_5-2").model_copy(update={"title": "[/x] [red]title"})
+    run = ParallelRun(config, Path("a[/b]"), "[/label]", state="failed", message="[/message]\x1b[2J")
+    console.print_table(Table("[/title]", "[/note]", ("[/head]",), [("[/cell]\x1b[2J",)]))
+    console.print_settings([("[/path]", "[/value]", "[/doc]")])
+    console.print_attempt(0, 1.0, True, {"[/number]": 1.0})
+    console.fail("[/error]")
+    console.print_seeds([run], 1.0)
+    for screen in (console.SafeConsole(), terminal()):
+        with ParallelDisplay(screen) as display:
+            display([run])
+        with RunDisplay(10, screen) as display:
+            display.say("[/say]")
+    shown = capsys.readouterr()
+    for words in (
+        "title",
+        "note",
+        "head",
+        "cell",
+        "path",
+        "value",
+        "doc",
+        "number",
+        "label",
+        "message",
+        "say",
+    ):
+        assert f"[/{words}]" in shown.out
+    assert "[/error]" in shown.err
+    assert "\x1b" not in shown.out + shown.err
+
+
+def test_one_verdict_for_all(capsys):
+    assert [words for words, _ in console.VERDICTS.values()] == [
+        "recovered",
+        "not recovered",
+        "no ground truth known",
+    ]
+
+
+def test_letters_that_cannot_be_written_are_replaced(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
+    console.prepare_streams()
+    console.say("β3 ± 1")
+    assert raw.getvalue() == b"?3 ? 1\n"
+
+
+def test_a_console_for_people_reads_no_markup():
+    for screen in (console.output, console.errors):
+        assert isinstance(screen, Console)
+        assert not screen._markup
+        assert not screen._emoji

@@ -1,0 +1,284 @@
+"""What an attack on 0.1.0 broke in the core, row by row: each of these failed before it was mended."""
+
+import multiprocessing
+import os
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import rankone
+from conftest import small_mlp, uniform
+from rankone import DecompositionConfig, RankoneError
+from rankone.files import fingerprint
+
+CONFIG = DecompositionConfig(
+    steps=12, log_every=4, checkpoint_every=4, importance={"options": {"d_gate": 4}}, keep_checkpoints=3
+)
+LAYERS = {"0": 5, "2": 7}
+
+
+class Crash(Exception):
+    pass
+
+
+def crash(progress):
+    if progress.step > 8:
+        raise Crash
+
+
+# Row 1: files that are not ours.
+
+
+def test_a_directory_in_use_is_refused_by_name_and_left_alone(tmp_path):
+    foreign = {"notes.txt": "mine", ".x.tmp": "mine", "figures/mine.svg": "mine", "metrics.jsonl": "mine"}
+    for name, text in foreign.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for resume in (False, True):
+        with pytest.raises(RankoneError, match=rf"{tmp_path.name}.*metrics.jsonl|figures|notes"):
+            rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=resume)
+    with pytest.raises(RankoneError, match=tmp_path.name):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG).save(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in foreign} == foreign
+    with pytest.raises(RankoneError, match="empty path"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out="")
+
+
+def test_foreign_files_and_links_in_a_run_directory_survive_resuming(tmp_path):
+    out, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("mine")
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=out, observer=crash)
+    (out / "notes.txt").write_text("mine")
+    (out / "checkpoints/.half.tmp").write_text("mine")
+    (out / "decomposition").symlink_to(outside, target_is_directory=True)
+    with pytest.raises(RankoneError, match=r"run/decomposition .*symbolic link|link.*run/decomposition"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=out, resume=True)
+    assert sorted(p.name for p in outside.iterdir()) == ["precious"]
+    assert (out / "notes.txt").read_text() == (out / "checkpoints/.half.tmp").read_text() == "mine"
+    (out / "decomposition").unlink()
+    rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=out, resume=True)
+    assert (out / "notes.txt").read_text() == (out / "checkpoints/.half.tmp").read_text() == "mine"
+
+
+# Row 5: two threads, one model.
+
+
+def test_threads_that_decompose_one_model_get_the_right_results():
+    target = small_mlp()
+    before = fingerprint(target)
+    data = uniform(rows=200)
+    alone = [rankone.decompose(target, data, LAYERS, {"steps": 30, "seed": s}).history for s in range(4)]
+    together = [None] * 4
+
+    def work(seed):
+        torch.set_num_threads(1)
+        together[seed] = rankone.decompose(target, data, LAYERS, {"steps": 30, "seed": seed}).history
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+    assert fingerprint(target) == before
+    assert all("forward" not in module.__dict__ for module in target.modules())
+    assert all(p.requires_grad for p in target.parameters())
+
+
+# Row 7: two processes, one directory.
+
+
+def _hold(out, ready):
+    def observer(progress):
+        ready.set()
+        time.sleep(30)
+
+    rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=out, observer=observer)
+
+
+def test_a_second_process_is_refused(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Event()
+    process = spawn.Process(target=_hold, args=(tmp_path / "run", ready))
+    process.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(RankoneError, match=r"Another rankone process is running in .*run"):
+            rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path / "run", resume=True)
+    finally:
+        process.kill()
+        process.join()
+    rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path / "run", resume=True)
+
+
+# Row 8: what belongs together.
+
+
+def test_resuming_with_other_data_or_kernels_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=crash)
+
+    def shifted(generator):
+        return 1 + uniform()(generator)
+
+    with pytest.raises(
+        RankoneError, match=r"step-000000008.* on other data: the first batch is not the same"
+    ):
+        rankone.decompose(small_mlp(), shifted, LAYERS, CONFIG, out=tmp_path, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("rankone.train.kernels_digest", lambda: "f" * 64)
+        with pytest.raises(
+            RankoneError, match=r"kernels that compute \w+, and this process runs with kernels"
+        ):
+            rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+    rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+
+
+def test_data_that_cannot_repeat_itself_still_resumes(tmp_path):
+    def different_every_time(generator):
+        return torch.rand(16, 4)
+
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), different_every_time, LAYERS, CONFIG, out=tmp_path, observer=crash)
+    rankone.decompose(small_mlp(), different_every_time, LAYERS, CONFIG, out=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda b: b[:-3], lambda b: b.replace(b'"loss"', b'"lost"', 1), lambda b: b.replace(b"0.", b"NaN,", 1)],
+    ids=["cut", "key", "value"],
+)
+def test_a_damaged_metrics_log_is_noticed_by_name(tmp_path, damage):
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, observer=crash)
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(damage(log.read_bytes()[: log.read_bytes().index(b"\n", 200) + 1]))
+    with pytest.raises(RankoneError, match=r"metrics.jsonl"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, CONFIG, out=tmp_path, resume=True)
+
+
+# Row 10: the Python interface.
+
+
+class Overflow(torch.autograd.Function):
+    """Finite on the way forward, infinite on the way back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+def test_a_result_that_is_not_finite_is_never_returned():
+    with pytest.raises(RankoneError, match=r"not finite after step 0"):
+        rankone.decompose(
+            small_mlp(),
+            uniform(),
+            LAYERS,
+            {"steps": 1},
+            divergence=lambda output, target: (Overflow.apply(output) - target).square().mean(-1),
+        )
+
+
+def test_learning_rates_that_overflow_are_refused():
+    with pytest.raises(RankoneError, match=r"optimizer.lr: Input should be less than or equal to 1000000"):
+        rankone.decompose(small_mlp(), uniform(), LAYERS, {"steps": 1, "optimizer": {"lr": 1e38}})
+
+
+def test_a_module_that_counts_its_calls_is_refused_and_left_as_it_was():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.a(x)
+
+    target = Counts().eval()
+    before = fingerprint(target)
+    with pytest.raises(RankoneError, match=r"changes its own state when it is run \(calls\)"):
+        rankone.decompose(target, uniform(), {"a": 3}, CONFIG)
+    assert fingerprint(target) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "layers", "options", "message"),
+    [
+        (
+            small_mlp(),
+            uniform(d=5),
+            LAYERS,
+            {},
+            r"cannot be run on a batch of \(16, 5\) torch.float32: .*shapes",
+        ),
+        (
+            small_mlp(),
+            [torch.zeros(2, 4).long()],
+            LAYERS,
+            {},
+            r"cannot be run on a batch of \(2, 4\) torch.int64",
+        ),
+        (small_mlp().to("meta"), uniform(), LAYERS, {}, r"meta device.*Load its weights first"),
+        (small_mlp(), uniform(), {"": 3}, {}, r"'' is no name pattern"),
+        (None, uniform(), LAYERS, {}, r"The target is a NoneType; expected a trained torch.nn.Module"),
+        (
+            small_mlp(),
+            uniform(),
+            LAYERS,
+            {"divergence": lambda a, b: None},
+            r"divergence returned a NoneType; expected",
+        ),
+    ],
+    ids=["width", "type", "meta", "pattern", "none", "divergence"],
+)
+def test_mistakes_are_named(model, data, layers, options, message):
+    with pytest.raises(RankoneError, match=message):
+        rankone.decompose(model, data, layers, CONFIG, **options)
+
+
+def test_saving_over_an_old_artifact_is_all_or_nothing(tmp_path):
+    """Killed at any moment of the second save, the artifact is the old one or the new one, whole."""
+    target = small_mlp()
+    results = [
+        rankone.decompose(target, uniform(), LAYERS, CONFIG.model_copy(update={"seed": s})) for s in (0, 1)
+    ]
+    histories = [result.history for result in results]
+    seen = set()
+    for moment in range(60):
+        path = tmp_path / str(moment)
+        results[0].save(path)
+        pid = os.fork()
+        if pid == 0:
+            calls = 0
+
+            def counted(function, moment=moment):
+                def call(*args, **kwargs):
+                    nonlocal calls
+                    calls += 1
+                    if calls > moment:
+                        os._exit(0)
+                    return function(*args, **kwargs)
+
+                return call
+
+            for name in ("open", "fsync", "replace", "unlink", "rename"):
+                setattr(os, name, counted(getattr(os, name)))
+            results[1].save(path)
+            os._exit(1)
+        finished = os.waitpid(pid, 0)[1] != 0
+        loaded = rankone.load(path, target)
+        assert loaded.history in histories
+        seen.add(histories.index(loaded.history))
+        if finished:
+            break
+    assert seen == {0, 1}
