@@ -1,10 +1,12 @@
-"""Kill real runs with SIGKILL at random moments, resume each, and compare with a run that was never killed.
+"""Kill real runs with SIGKILL at random moments, resume each, and compare with a run that was never
+killed.
 
     python benchmarks/kill_and_resume.py --kills 20
 
-One run is left alone. Then, for every kill, a fresh run is started in a directory of its own, killed at a random moment, and resumed to its end.
-It must then hold the same bytes as the undisturbed run: metrics, components, optimiser state, figures. Most moments fall into training,
-the writing of checkpoints included; the others between the last step and the last file.
+One run is left alone. Then, for every kill, a fresh run is started in a directory of its own,
+killed at a random moment, and resumed to its end. It must then hold the same bytes as the
+undisturbed run: metrics, components, optimiser state, figures. Most moments fall into training, the
+writing of checkpoints included; the others between the last step and the last file.
 """
 
 import argparse
@@ -106,7 +108,8 @@ def main() -> None:
             out = Path(folder) / f"killed-{number}"
             words = command(out, options.steps, options.checkpoint_every)
             process = start(words, out)
-            # Three kills in four strike at a random step, the others while the run evaluates, draws and writes its report.
+            # Three kills in four strike at a random step, the others while the run evaluates, draws
+            # and writes its report.
             in_training = chance.random() < 0.75
             wait_for_step(out, chance.randrange(options.steps) if in_training else options.steps - 1, process)
             time.sleep(chance.uniform(0, 0.02 if in_training else finishing))

@@ -1,8 +1,10 @@
-"""The paper's training step, written down as its equations stand: what the fast engine is measured against.
+"""The paper's training step, written down as its equations stand: what the fast engine is measured
+against.
 
-Algorithm 1 over a whole batch in eager torch, with nothing clever: the gates make their `[B, C, d_gate]` tensor, every
-datapoint is a row, every masked pass runs the whole network, torch's own random numbers, torch's default Adam. It shares no
-code with rankone; tests/test_literal.py checks it against the scalar oracle.
+Algorithm 1 over a whole batch in eager torch, with nothing clever: the gates make their `[B, C,
+d_gate]` tensor, every datapoint is a row, every masked pass runs the whole network, torch's own
+random numbers, torch's default Adam. It shares no code with rankone; tests/test_literal.py checks
+it against the scalar oracle.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +61,8 @@ def losses(
     p: float,
     draws: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """The four losses; `draws` gives the random numbers of each mask sample, otherwise there is one and torch draws it."""
+    """The four losses; `draws` gives the random numbers of each mask sample, otherwise there is one
+    and torch draws it."""
     entering: dict[str, Tensor] = {}
 
     def record(name: str, a: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
-"""What decides whether a seed is recovered? One change at a time to a default preset, several seeds of each.
+"""What decides whether a seed is recovered? One change at a time to a default preset, several seeds
+of each.
 
     python benchmarks/remedies.py [--seeds N] [--only VARIANT ...] [--out DIR]
 
 The preset is that of TMS 5-2+ID, the cheapest of those that do not recover every seed with just any
-settings. Prints a table of how many seeds each variant recovers, and writes it to DIR/remedies.md after
-every variant. Finished runs in DIR are not made again. Two of the remedies are not part of rankone; they
-are written here, as a user would write them: a penalty of another shape is a registered loss, and another
-gradient through the lower-leaky sigmoid replaces a function (which takes the exact engine: kernels do not
-call it).
+settings. Prints a table of how many seeds each variant recovers, and writes it to DIR/remedies.md
+after every variant. Finished runs in DIR are not made again. Two of the remedies are not part of
+rankone; they are written here, as a user would write them: a penalty of another shape is a
+registered loss, and another gradient through the lower-leaky sigmoid replaces a function (which
+takes the exact engine: kernels do not call it).
 """
 
 import argparse
@@ -53,7 +54,8 @@ class SmoothL0(Loss):
 
 
 class _RaisingOnly(torch.autograd.Function):
-    """The lower-leaky sigmoid, whose leak lets a gradient through only where a step along it would raise the value."""
+    """The lower-leaky sigmoid, whose leak lets a gradient through only where a step along it would
+    raise the value."""
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

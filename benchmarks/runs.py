@@ -178,10 +178,12 @@ def disagreement(run: Run, engine: str, *, scatter: float = 0.3) -> dict[str, fl
     batch = run.data(generator_for(0, "data"))
     rows, weights = inputs_of(batch), (batch.weights if isinstance(batch, WeightedBatch) else None)
     copies = torch.ones(rows.shape[0], dtype=torch.long) if weights is None else weights.long()
-    step = training.make_step(0, batch)
-    total, terms = step.total()
-    ours = torch.autograd.grad(total, training.parameters)
-    # Each merged row stands for several: in the literal batch they all use the random numbers of that row.
+    with training.ready():
+        step = training.make_step(0, batch)
+        total, terms = step.total()
+        ours = torch.autograd.grad(total, training.parameters)
+    # Each merged row stands for several: in the literal batch they all use the random numbers of
+    # that row.
     draws = {
         name: uniform(step.mask_key(name, 0), torch.empty(rows.shape[0], layer.C)).repeat_interleave(
             copies, 0

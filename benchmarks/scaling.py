@@ -1,10 +1,13 @@
-"""How do the time and the memory of a training step grow with C, batch, d_gate and the number of layers?
+"""How do the time and the memory of a training step grow with C, batch, d_gate and the number of
+layers?
 
     python benchmarks/scaling.py [--out results/scaling]
 
-Doubles one of them at a time on a plain MLP (dense data, ordinary linear layers), each point in a process of its own. Time is split into
-matrix products and everything else (torch's profiler); memory is what the steps add to the process at their peak. The fitted exponents are slopes in
-the log-log plot over the last three points: 0 for no growth, 1 for linear. Writes OUT.svg, OUT.json and prints the table.
+Doubles one of them at a time on a plain MLP (dense data, ordinary linear layers), each point in a
+process of its own. Time is split into matrix products and everything else (torch's profiler);
+memory is what the steps add to the process at their peak. The fitted exponents are slopes in the
+log-log plot over the last three points: 0 for no growth, 1 for linear. Writes OUT.svg, OUT.json and
+prints the table.
 """
 
 import argparse
@@ -70,7 +73,8 @@ def table(found: dict[str, Any]) -> str:
                 continue
             cells = [f"{p[key]:.1f}" for p in series["points"]]
             lines.append(
-                f"| {series['doubled']} {series['sizes'][0]} to {series['sizes'][-1]} | {series['engine']} | {name} | "
+                f"| {series['doubled']} {series['sizes'][0]} to {series['sizes'][-1]} | "
+                f"{series['engine']} | {name} | "
                 + " | ".join(cells)
                 + f" | **{series['exponents'][key]:.2f}** |"
             )
@@ -120,7 +124,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     low, high = axes[1, 0].get_ylim()
     axes[1, 0].set_ylim(low, high * 3)
     figure.suptitle(
-        f"A training step of the fast engine; the others fixed at {', '.join(f'{k} = {v}' for k, v in BASE.items())}, width {WIDTH}"
+        "A training step of the fast engine; the others fixed at "
+        f"{', '.join(f'{k} = {v}' for k, v in BASE.items())}, width {WIDTH}"
     )
     figure.savefig(path, metadata={"Date": None})
 

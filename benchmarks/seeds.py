@@ -66,7 +66,8 @@ def main() -> None:
     options = parser.parse_args()
     n = cores()
     print(
-        "| run | one after the other, all threads | side by side, one thread each | rows of all seeds in one step |"
+        "| run | one after the other, all threads | side by side, one thread each | rows of all "
+        "seeds in one step |"
     )
     print("|---|---|---|---|")
     for name in options.runs:

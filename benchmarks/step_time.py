@@ -1,12 +1,15 @@
-"""How much faster is rankone's training step than the paper's equations as they stand, and what is left to gain?
+"""How much faster is rankone's training step than the paper's equations as they stand, and what is
+left to gain?
 
     python benchmarks/step_time.py [RUN ...] [--json results/step_time.json]
 
-For every run, at the paper's batch size, C and d_gate: the literal step (literal.py: eager torch, default allocator, default Adam),
-rankone's exact engine and its fast engine take turns in one process, so that whatever else the machine does hits all alike. Times
-are medians; the speed-up is that of the medians. Peak memory is of separate processes that do nothing else. The error is that of the fast engine's
-losses and gradients against the literal ones, same parameters, same masks. The floor is the time that the step's own matrix
-products would take at the rate of a large sgemm, measured in the same process.
+For every run, at the paper's batch size, C and d_gate: the literal step (literal.py: eager torch,
+default allocator, default Adam), rankone's exact engine and its fast engine take turns in one
+process, so that whatever else the machine does hits all alike. Times are medians; the speed-up is
+that of the medians. Peak memory is of separate processes that do nothing else. The error is that of
+the fast engine's losses and gradients against the literal ones, same parameters, same masks. The
+floor is the time that the step's own matrix products would take at the rate of a large sgemm,
+measured in the same process.
 """
 
 import argparse
@@ -31,7 +34,8 @@ from rankone import __version__
 from rankone.data import generator_for
 
 MS_PER_TURN = 500.0
-"""How long an engine keeps its turn: long enough to run as in training, short enough that all see the same machine."""
+"""How long an engine keeps its turn: long enough to run as in training, short enough that all see
+the same machine."""
 SECONDS_PER_RUN = 15.0
 """About how long the three take turns, per run; the literal step is taken at least three times."""
 
@@ -74,7 +78,8 @@ def sgemm_rate() -> float:
 
 
 def where_it_goes(run: runs.Run) -> dict[str, float]:
-    """Milliseconds per fast step in kinds of work, from torch's profiler; what no operation accounts for is Python."""
+    """Milliseconds per fast step in kinds of work, from torch's profiler; what no operation
+    accounts for is Python."""
     step = stepper(run, "fast")
     for i in range(3):
         step(i)

@@ -2,8 +2,9 @@
 
     python examples/own_model.py
 
-A small MLP learns to square each of six sparse inputs. rankone takes both of its matrices apart, we look up which
-subcomponents matter for input 2, remove them, and see that the network forgets this input and no other.
+A small MLP learns to square each of six sparse inputs. rankone takes both of its matrices apart, we
+look up which subcomponents matter for input 2, remove them, and see that the network forgets this
+input and no other.
 """
 
 import torch

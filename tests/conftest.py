@@ -1,4 +1,5 @@
-"""Shapes are checked at run time in every test: rankone is imported through jaxtyping's hook, with beartype."""
+"""Shapes are checked at run time in every test: rankone is imported through jaxtyping's hook, with
+beartype."""
 
 from jaxtyping import install_import_hook
 

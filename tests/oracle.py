@@ -1,7 +1,9 @@
-"""The paper's equations, transcribed literally: slow, scalar, readable, and sharing no code with rankone.
+"""The paper's equations, transcribed literally: slow, scalar, readable, and sharing no code with
+rankone.
 
-A network here is a function f(x, [W^1, ..., W^L]) of one datapoint and plain matrices. Each datapoint gets its own masked
-matrices W' = U diag(m) V, built explicitly, exactly as Algorithm 1 writes them. Equation names follow the paper.
+A network here is a function f(x, [W^1, ..., W^L]) of one datapoint and plain matrices. Each
+datapoint gets its own masked matrices W' = U diag(m) V, built explicitly, exactly as Algorithm 1
+writes them. Equation names follow the paper.
 """
 
 import math

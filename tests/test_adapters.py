@@ -29,7 +29,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ordered", [False, True], ids=["plain", "fast"])
 def test_exact_factors_give_the_module_back(case, lead, ordered):
-    """read, then write, with factors whose product is the matrix, is the module itself; a zero mask leaves its bias."""
+    """read, then write, with factors whose product is the matrix, is the module itself; a zero mask
+    leaves its bias."""
     torch.manual_seed(0)
     make, inputs = CASES[case]
     module, x = make().double(), inputs(lead)

@@ -18,7 +18,8 @@ SMALL = ("--steps", "12", "batch_size=128", "log_every=5", "checkpoint_every=5")
 
 @pytest.fixture
 def rankone(monkeypatch, capsys, tmp_path):
-    """Run one command line in an empty directory; give back (exit code, standard output, standard error)."""
+    """Run one command line in an empty directory; give back (exit code, standard output, standard
+    error)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str, str]:

@@ -1,4 +1,5 @@
-"""Diagnosis of runs that are made wrong on purpose: each fault is found, and the advice points the right way."""
+"""Diagnosis of runs that are made wrong on purpose: each fault is found, and the advice points the
+right way."""
 
 import dataclasses
 import json
@@ -115,7 +116,8 @@ HIGH, LOW = "importance coefficient too high", "importance coefficient too low"
     ],
 )
 def test_large_runs_are_judged_rightly(name, expected):
-    """The numbers of full runs of `rankone reproduce`, which take too long for a test, as measure_diagnosed.py found them."""
+    """The numbers of full runs of `rankone reproduce`, which take too long for a test, as
+    measure_diagnosed.py found them."""
     stored = json.loads((Path(__file__).parent / "diagnosed.json").read_text())[name]
     identities = {layer: Identity(**values) for layer, values in stored.pop("identities").items()}
     found = {finding.name: finding for finding in findings(Numbers(**stored, identities=identities))}
@@ -224,7 +226,8 @@ def test_an_identity_comes_back_when_settings_are_right_and_only_then(made):
 
 
 def identity_by_hand():
-    """A decomposition of an identity as its own six unit matrices, all important on every input; six more have no size."""
+    """A decomposition of an identity as its own six unit matrices, all important on every input;
+    six more have no size."""
     changed = insert_identity(small_mlp(), "0")
     result = rankone.decompose(
         changed, uniform(rows=200), {"0.identity": 12}, {"steps": 1, "optimizer": {"lr": 1e-12}}
@@ -257,7 +260,8 @@ def test_a_subcomponent_that_is_almost_never_used_does_not_make_an_identity_two_
         layer.subcomponents.V[6] = torch.eye(6)[0]
         x = torch.cat([torch.rand(600, 4) for _ in range(2)])
         reading = result.model.inner(result.model.clean(x))["0.identity"][:, 6]
-        # One neuron that is on for the largest inputs only: for one datapoint of 1,200, then for every tenth.
+        # One neuron that is on for the largest inputs only: for one datapoint of 1,200, then for
+        # every tenth.
         gates.w_in[6, 0] = 1e4
         gates.w_out[6, 0] = 1.0
         for rank, alive in ((1, 6), (120, 7)):
@@ -307,7 +311,8 @@ def test_an_identity_after_a_module_of_given_width():
 
 @pytest.mark.parametrize("form", ["sequence", "single output", "mixed"])
 def test_outputs_of_any_form(form):
-    """Positions of a sequence are datapoints; a network may return one number per datapoint, or fewer dimensions than its layers see."""
+    """Positions of a sequence are datapoints; a network may return one number per datapoint, or
+    fewer dimensions than its layers see."""
 
     class Net(nn.Module):
         def __init__(self):

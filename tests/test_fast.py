@@ -21,6 +21,7 @@ from rankone.importance import MLPImportance, lower_leaky, upper_leaky
 from rankone.losses import mse
 from rankone.masks import Mask, uniform
 from rankone.step import Penalty, Step
+from rankone.targets import ResidualTarget
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import runs
@@ -55,7 +56,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     [(0.9, 0.0), (1.0, 0.0), (1.5, 0.0), (2.0, 0.0), (0.9, 4.0), (1.0, 9.0), (1.5, 2.0), (2.0, 9.0)],
 )
 def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p, saturation):
-    """Values, and gradients to inner activations and to every parameter of the gates, in double precision beside."""
+    """Values, and gradients to inner activations and to every parameter of the gates, in double
+    precision beside."""
     torch.manual_seed(0)
     quick = gate(7, d_gate, scale)
     exact = gate(7, d_gate, scale).double()
@@ -86,7 +88,8 @@ def test_interpolated_gates_are_the_exact_ones(d_gate, scale, p, saturation):
 
 @pytest.mark.parametrize("h", ["outlier", "steep", "narrow", "very narrow", "narrow and far"])
 def test_activations_that_interpolation_finds_hard(h):
-    """Outliers and steep gates are evaluated exactly; where nodes hardly differ, slopes carry the cubics."""
+    """Outliers and steep gates are evaluated exactly; where nodes hardly differ, slopes carry the
+    cubics."""
     torch.manual_seed(0)
     x = torch.randn(500, 4)
     if h == "outlier":
@@ -121,7 +124,8 @@ def test_a_forked_process_goes_on_without_the_kernels():
         "import os, torch, rankone, warnings\n"
         "warnings.simplefilter('ignore')\n"
         "data = lambda g: torch.rand(200, 3, generator=g)\n"
-        "run = lambda: rankone.decompose(torch.nn.Sequential(torch.nn.Linear(3, 2)).eval(), data, {'0': 4}, {'steps': 2})\n"
+        "run = lambda: rankone.decompose(torch.nn.Sequential(torch.nn.Linear(3, 2)).eval(), data, "
+        "{'0': 4}, {'steps': 2})\n"
         "run()\n"
         "pid = os.fork()\n"
         "torch.set_num_threads(1)\n"
@@ -223,7 +227,8 @@ def test_a_constant_inner_activation():
 @pytest.mark.parametrize("engine", ["fast", "exact"])
 @pytest.mark.parametrize("name", [n for n in runs.RUNS if n != "resid_mlp3"])
 def test_losses_and_gradients_of_the_papers_runs(name, engine):
-    """At the paper's sizes, on the same masks as the literal step. (resid_mlp3 takes 8 GB; a small one is below.)"""
+    """At the paper's sizes, on the same masks as the literal step. (resid_mlp3 takes 8 GB; a small
+    one is below.)"""
     errors = runs.disagreement(runs.make(name), engine)
     assert errors["loss"] < (1e-5 if engine == "fast" else 1e-6)
     assert errors["gradient"] < (3e-4 if engine == "fast" else 5e-6)
@@ -231,21 +236,19 @@ def test_losses_and_gradients_of_the_papers_runs(name, engine):
 
 @pytest.mark.parametrize("engine", ["fast", "exact"])
 def test_three_blocks_with_wide_gates(engine):
-    run = runs.residual(
-        "small", runs.Residual(n_features=20, n_blocks=3, n_neurons=7, C=30, d_gate=128), batch=700
-    )
+    run = runs.residual(ResidualTarget(n_features=20, n_blocks=3, n_neurons=7), C=30, batch=700, d_gate=128)
     errors = runs.disagreement(run, engine)
     assert errors["gradient"] < (3e-4 if engine == "fast" else 5e-6)
 
 
 @pytest.mark.parametrize("kind", ["linear", "layer_mlp"])
 def test_other_importance_functions_and_more_samples_take_the_plain_way(kind):
-    """Both engines are then the same, whatever is mixed."""
+    """Both engines are then the same up to rounding, whatever is mixed."""
     model = rankone.DecomposedModel(small_mlp(), {"*": 5}, importance=kind)
     batch = torch.rand(200, 4)
     recon = rankone.losses.LOSSES["stochastic_recon"](samples=3)
     values = [recon.value(engine(model, batch, {}, mse)).item() for engine in (Step, FastStep)]
-    assert values[0] == values[1]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
     mixed = rankone.DecomposedModel(small_mlp(), {"*": 5})
     values = [recon.value(engine(mixed, batch, {}, mse)).item() for engine in (Step, FastStep)]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
@@ -275,8 +278,7 @@ def test_layers_with_and_without_kernels_together():
 
 
 def test_without_numba_there_is_one_notice_and_the_same_result(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rankone.fast.kernels", None)
-    monkeypatch.delattr(rankone, "kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
     compiled.kernels.cache_clear()
     config = DecompositionConfig(steps=5, importance={"options": {"d_gate": 4}}, log_every=1)
 
@@ -294,7 +296,9 @@ def test_without_numba_there_is_one_notice_and_the_same_result(monkeypatch):
     finally:
         compiled.kernels.cache_clear()
     exact = rankone.decompose(small_mlp(), data, {"*": 5}, config.model_copy(update={"engine": "exact"}))
-    assert [r["loss"] for r in without.history] == [r["loss"] for r in exact.history]
+    assert [r["loss"]["total"] for r in without.history] == pytest.approx(
+        [r["loss"]["total"] for r in exact.history], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("engine", [FastStep, Step])

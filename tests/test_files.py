@@ -41,8 +41,8 @@ CHANGES = {"open", "write", "fsync", "replace", "unlink"}
 
 
 class SystemCalls:
-    """Stands in for the module `os` inside rankone.files; notes each call that changes the disk, and may
-    fail or kill the process at the n-th."""
+    """Stands in for the module `os` inside rankone.files; notes each call that changes the disk,
+    and may fail or kill the process at the n-th."""
 
     def __init__(self, at=None, act=None):
         self.calls, self.at, self.act, self.paths = [], at, act, {}
@@ -441,7 +441,8 @@ def test_a_directory_in_use_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError) as error:
         RunDirectory.claim(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path} is not empty and not a run directory: it has 'a', 'b', 'd'. Nothing in it was touched; "
+        f"{tmp_path} is not empty and not a run directory: it has 'a', 'b', 'd'. Nothing in it was "
+        "touched; "
         "choose a directory that is empty or does not exist yet."
     )
     (tmp_path / "c\x1b[31m").write_text("mine")

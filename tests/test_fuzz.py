@@ -1,4 +1,5 @@
-"""Whatever is read from outside gives a result or a RankoneError: never another exception, never a hang.
+"""Whatever is read from outside gives a result or a RankoneError: never another exception, never a
+hang.
 
 A few thousand cases over YAML, overrides, JSON and sealed files, the same in every run. Each may take
 2 seconds (of this process, however busy the machine is); those that are known to have taken a machine

@@ -100,7 +100,8 @@ def test_mask_sources():
 
 
 def test_a_function_may_see_all_layers_and_their_inputs(tmp_path):
-    """It is trained, saved and loaded like any other, and reads what the clean pass shows of every layer."""
+    """It is trained, saved and loaded like any other, and reads what the clean pass shows of every
+    layer."""
 
     @register_importance("joint")
     class Joint(JointImportance):

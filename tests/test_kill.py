@@ -1,4 +1,5 @@
-"""SIGKILL and SIGINT on a real process. (`benchmarks/kill_and_resume.py --kills 20` does the same at length.)"""
+"""SIGKILL and SIGINT on a real process. (`benchmarks/kill_and_resume.py --kills 20` does the same
+at length.)"""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""A real GPT-2 (small, random weights): dict batches, logits by name, KL, Conv1D layers, tied embedding and unembedding."""
+"""A real GPT-2 (small, random weights): dict batches, logits by name, KL, Conv1D layers, tied
+embedding and unembedding."""
 
 import pytest
 import torch

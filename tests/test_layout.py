@@ -1,4 +1,5 @@
-"""The shape of the repository: imports go one way, documented files exist, nothing of a machine is written down."""
+"""The shape of the repository: imports go one way, documented files exist, nothing of a machine is
+written down."""
 
 import ast
 import re
@@ -9,7 +10,55 @@ import pytest
 
 from conftest import ROOT
 
-ORDER = ["errors", "files", "settings", "data", "components", "adapters", "fast.products", "fast.factored", "importance", "masks", "patching", "model", "step", "losses", "config", "metrics_log", "metrics", "fast.kernels", "fast.compiled", "fast.gates", "fast.step", "fast", "optim", "checkpoint", "train", "decomposition", "evaluate", "diagnose", "report.plots", "targets.base", "targets.sparse", "targets", "runs.config", "runs.summary", "runs.run", "runs.many", "runs.kept", "runs", "report.page", "report", "paper.plan", "paper.tables", "paper.figures", "paper", "console", "watch", "cli"]
+ORDER = [
+    "errors",
+    "files",
+    "settings",
+    "data",
+    "components",
+    "adapters",
+    "fast.products",
+    "fast.factored",
+    "importance",
+    "masks",
+    "patching",
+    "model",
+    "step",
+    "losses",
+    "config",
+    "metrics_log",
+    "metrics",
+    "fast.kernels",
+    "fast.compiled",
+    "fast.gates",
+    "fast.step",
+    "fast",
+    "optim",
+    "checkpoint",
+    "train",
+    "decomposition",
+    "evaluate",
+    "diagnose",
+    "report.plots",
+    "targets.base",
+    "targets.sparse",
+    "targets",
+    "runs.config",
+    "runs.summary",
+    "runs.run",
+    "runs.many",
+    "runs.kept",
+    "runs",
+    "report.page",
+    "report",
+    "paper.plan",
+    "paper.tables",
+    "paper.figures",
+    "paper",
+    "console",
+    "watch",
+    "cli",
+]
 """A module imports only from those before it."""
 
 

@@ -1,4 +1,5 @@
-"""The benchmarks' literal step is the oracle's mathematics, so that speed is measured against the right thing."""
+"""The benchmarks' literal step is the oracle's mathematics, so that speed is measured against the
+right thing."""
 
 import sys
 

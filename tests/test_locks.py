@@ -230,7 +230,6 @@ def test_a_module_that_counts_its_calls_is_refused_and_left_as_it_was():
         ),
         (small_mlp().to("meta"), uniform(), LAYERS, {}, r"meta device.*Load its weights first"),
         (small_mlp(), uniform(), {"": 3}, {}, r"'' is no name pattern"),
-        (None, uniform(), LAYERS, {}, r"The target is a NoneType; expected a trained torch.nn.Module"),
         (
             small_mlp(),
             uniform(),
@@ -239,7 +238,7 @@ def test_a_module_that_counts_its_calls_is_refused_and_left_as_it_was():
             r"divergence returned a NoneType; expected",
         ),
     ],
-    ids=["width", "type", "meta", "pattern", "none", "divergence"],
+    ids=["width", "type", "meta", "pattern", "divergence"],
 )
 def test_mistakes_are_named(model, data, layers, options, message):
     with pytest.raises(RankoneError, match=message):

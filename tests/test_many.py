@@ -1,4 +1,5 @@
-"""Several seeds at once: the same bits as one at a time, one summary, and nothing lost when something goes wrong."""
+"""Several seeds at once: the same bits as one at a time, one summary, and nothing lost when
+something goes wrong."""
 
 import json
 import multiprocessing
@@ -38,7 +39,8 @@ def test_seeds_are_the_runs_that_one_makes_alone(tmp_path):
     for name in ("decomposition/components.safetensors", "metrics.jsonl"):
         one, other = tmp_path / "alone" / name, tmp_path / "runs/tms_5-2-default-seed4" / name
         assert one.read_bytes() == other.read_bytes()
-    # A second time: nothing is overwritten; --resume adds the seed that is missing and leaves the others.
+    # A second time: nothing is overwritten; --resume adds the seed that is missing and leaves the
+    # others.
     again = rankone("run", "tms_5-2", *SMALL, "--seed", "3", "--seeds", "2", cwd=tmp_path)
     assert again.returncode == 1
     assert "already holds a run, which is complete" in again.stderr

@@ -24,7 +24,8 @@ QUICK = settings(
 
 
 class Chain(nn.Module):
-    """Layers of one kind each, one after the other, with a GELU between: each layer's input depends on all before."""
+    """Layers of one kind each, one after the other, with a GELU between: each layer's input depends
+    on all before."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -37,7 +38,8 @@ class Chain(nn.Module):
 
 
 def build(kinds: list[str], widths: list[int], vocabulary: int) -> tuple[Chain, list[bool]]:
-    """A double-precision chain; the second value says for each layer whether its stored weight is transposed."""
+    """A double-precision chain; the second value says for each layer whether its stored weight is
+    transposed."""
     layers: list[nn.Module] = []
     for i, kind in enumerate(kinds):
         if kind == "embedding" and i == 0:
@@ -53,7 +55,8 @@ def build(kinds: list[str], widths: list[int], vocabulary: int) -> tuple[Chain, 
 
 
 def literal_network(chain: Chain, up_to: int | None = None):
-    """The chain as a function of one datapoint and plain matrices; `up_to` stops at what enters that layer."""
+    """The chain as a function of one datapoint and plain matrices; `up_to` stops at what enters
+    that layer."""
 
     def f(x: Tensor, matrices) -> Tensor:
         for i, layer in enumerate(chain.layers):
@@ -85,7 +88,8 @@ def literal_layers(model: DecomposedModel, kind: str, activations) -> list[oracl
 
 
 def scatter_gates(model: DecomposedModel, seed: int) -> None:
-    """Move every parameter off its special initial values, so that raw importances fall on both sides of 0 and 1."""
+    """Move every parameter off its special initial values, so that raw importances fall on both
+    sides of 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_tensors().items():
@@ -241,7 +245,8 @@ def test_toy_model_of_superposition(tied, n_identity, merged, engine):
 @pytest.mark.parametrize("with_delta", [True, False])
 @pytest.mark.parametrize("somewhere", [True, False])
 def test_masks_that_apply_somewhere_and_keep_the_rest(kind, engine, with_delta, somewhere):
-    """Per datapoint: U diag(m) V + delta (W - U V) where the mask applies, W elsewhere; values and gradients."""
+    """Per datapoint: U diag(m) V + delta (W - U V) where the mask applies, W elsewhere; values and
+    gradients."""
     torch.manual_seed(0)
     chain, _ = build([kind, "linear"], [3, 4, 2], 5)
     model = DecomposedModel(chain, {"layers.*": 3}, seed=1)
@@ -272,7 +277,8 @@ def test_masks_that_apply_somewhere_and_keep_the_rest(kind, engine, with_delta, 
 
 
 def test_initial_values_match_method_notes():
-    """Overlap scaling: |U_c| is the overlap of the unit product with W; gates have fan-1 and fan-d_gate scales."""
+    """Overlap scaling: |U_c| is the overlap of the unit product with W; gates have fan-1 and
+    fan-d_gate scales."""
     torch.manual_seed(0)
     linear = nn.Sequential(nn.Linear(30, 20, bias=False)).double()
     model = DecomposedModel(linear, {"0": 400}, importance_options={"d_gate": 64})

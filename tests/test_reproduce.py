@@ -262,13 +262,15 @@ def test_what_the_tables_say(tmp_path):
         ("tms_5-2-id", "default", "40", "embed 6, hidden.0 2, unembed 5", "5, 2, 5", "no"),
     ]
     assert rows["Subcomponents"][0] == ("tms_5-2", "default", "2", "embed 5 to 7, unembed 5", "5, 5")
-    # The varied run counts as no seed of the experiment; what cannot be drawn is named with what it lacks.
+    # The varied run counts as no seed of the experiment; what cannot be drawn is named with what it
+    # lacks.
     assert [row[:4] for row in rows["Recovery"] if row[0] == "tms_5-2-id"] == [
         ("tms_5-2-id", "default", "10,000", "1 of 1 (21% to 100%)")
     ]
     assert made.undrawn["splitting"][0] == "tms_5-2-id-default-seed0-C-4x"
     assert made.undrawn["tms_5-2-paper"] == ["tms_5-2-paper-seed0"]
-    # With the paper's settings, other coefficients and other C are looked for only if they are asked for.
+    # With the paper's settings, other coefficients and other C are looked for only if they are
+    # asked for.
     kept_by_hand(tmp_path, RunSpec("tms_5-2-id", "paper"), mmcs=1.0, ml2r=1.0)
     runs = kept_runs(tmp_path)
     for presets, missed in ((PRESETS, {"splitting"}), (["paper"], {"splitting-paper"})):

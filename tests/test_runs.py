@@ -1,4 +1,5 @@
-"""A run from settings to summary: what it accepts, where it writes, and what it notices on the way back."""
+"""A run from settings to summary: what it accepts, where it writes, and what it notices on the way
+back."""
 
 import io
 import json
@@ -130,7 +131,8 @@ def test_settings_of_kept_runs_of_earlier_versions_still_parse():
     assert config.threads == 1
 
 
-# --- a family and an experiment of one's own -----------------------------------------------------------
+# --- a family and an experiment of one's own
+# -----------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -225,7 +227,8 @@ def test_experiment_files_that_make_no_sense(pair, tmp_path):
         register_experiments("my_experiments")
 
 
-# --- threads ----------------------------------------------------------------------------------------------
+# --- threads
+# ----------------------------------------------------------------------------------------------
 
 
 def test_omp_num_threads_is_respected_and_said(tmp_path, monkeypatch):
@@ -261,7 +264,8 @@ def test_a_busy_machine_is_mentioned(monkeypatch):
     )
 
 
-# --- what a run directory notices ---------------------------------------------------------------------------
+# --- what a run directory notices
+# ---------------------------------------------------------------------------
 
 
 def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path):
@@ -369,7 +373,8 @@ def test_the_report_is_written_before_the_summary(tmp_path):
     assert summary.wall_seconds >= summary.train_seconds > 0
 
 
-# --- summaries ------------------------------------------------------------------------------------------------
+# --- summaries
+# ------------------------------------------------------------------------------------------------
 
 
 def test_summaries_read_back_and_damaged_ones_are_refused_by_name(finished):
@@ -382,7 +387,8 @@ def test_summaries_read_back_and_damaged_ones_are_refused_by_name(finished):
             Summary.from_json(damage, source="here/summary.json")
 
 
-# --- kept runs ------------------------------------------------------------------------------------------------
+# --- kept runs
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ def test_read_vectors_are_inputs_and_the_sum_is_the_matrix_where_they_reach():
 
 
 def test_rare_directions_are_chosen_like_frequent_ones():
-    """One feature in a thousand rows is on once; with as many subcomponents as features each still has its own."""
+    """One feature in a thousand rows is on once; with as many subcomponents as features each still
+    has its own."""
     inputs = torch.eye(5)[[0] * 500 + [1] * 300 + [2] * 150 + [3] * 49 + [4]] * torch.linspace(
         -1, 1, 1000
     ).unsqueeze(1)
@@ -54,7 +55,8 @@ def test_fewer_directions_than_subcomponents(rows):
 
 
 def test_superposed_features_have_their_column_from_the_start():
-    """In a Toy Model of Superposition most datapoints are one feature: the subcomponent of that datapoint is the column of W."""
+    """In a Toy Model of Superposition most datapoints are one feature: the subcomponent of that
+    datapoint is the column of W."""
     config = experiment_config("tms_5-2", assignments=["init=datapoints"])
     target = config.target.load()
     model = DecomposedModel(target, {"embed": 5}, init="datapoints")

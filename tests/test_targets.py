@@ -120,7 +120,8 @@ def test_residual_targets_train_reproducibly_and_fall_below_the_naive_solution()
 
 
 def test_the_naive_solution_computes_as_many_features_as_there_are_neurons():
-    """With an orthonormal embedding there is no interference, and the naive network is exact where it has a neuron."""
+    """With an orthonormal embedding there is no interference, and the naive network is exact where
+    it has a neuron."""
     settings = ResidualTarget(n_features=6, d_stream=6, n_blocks=2, n_neurons=2)
     model = settings.build()
     with torch.no_grad():
@@ -169,7 +170,8 @@ def test_a_perfect_decomposition_contributes_what_the_target_does():
         factors[f"blocks.{i}.mlp_in"] = (block.mlp_in.weight @ W_E, dual)
         factors[f"blocks.{i}.mlp_out"] = (block.mlp_out.weight, torch.eye(3))
     contributions = neuron_contributions(model, factors)
-    # Where the target's contribution is negative, the maximum is that of a subcomponent that does nothing.
+    # Where the target's contribution is negative, the maximum is that of a subcomponent that does
+    # nothing.
     torch.testing.assert_close(contributions.maxima, contributions.model.clamp(min=0), atol=1e-5, rtol=1e-4)
     useful = contributions.model.reshape(7, 2, 3).sum(-1) > 0.1
     own, target = (t.reshape(7, 2, 3)[useful] for t in (contributions.subcomponents, contributions.model))

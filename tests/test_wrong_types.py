@@ -1,4 +1,5 @@
-"""Arguments of the wrong type, in a process of their own: in the other tests beartype would complain before rankone can."""
+"""Arguments of the wrong type, in a process of their own: in the other tests beartype would
+complain before rankone can."""
 
 import json
 import subprocess
@@ -12,6 +13,7 @@ data = [torch.rand(3, 4)]
 result = rankone.decompose(model, data, {"0": 2}, good)
 attempts = {
     "layers": lambda: rankone.decompose(model, data, ["0"], good),
+    "model": lambda: rankone.decompose(None, data, {"0": 2}, good),
     "config": lambda: rankone.decompose(model, data, {"0": 2}, [1]),
     "data": lambda: rankone.decompose(model, 3, {"0": 2}, good),
     "batch": lambda: rankone.decompose(model, ["text"], {"0": 2}, good),
@@ -32,6 +34,7 @@ def test_each_is_explained():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
     assert "layers is a list; expected a mapping from layer name patterns to C" in said["layers"]
+    assert "The target is a NoneType; expected a trained torch.nn.Module" in said["model"]
     assert "config: expected a mapping of settings, got list" in said["config"]
     assert "data is a int; expected an iterable of batches" in said["data"]
     assert "A batch is a str" in said["batch"]

@@ -112,7 +112,8 @@ def run(
             raise ConfigError(f"{directory} is a run directory. Add --resume to go on with it.")
         if settings or (preset, seed, seeds, steps) != (None, None, None, None):
             raise ConfigError(
-                f"{directory} is resumed with its own settings; leave out --preset, --seed, --seeds, --steps "
+                f"{directory} is resumed with its own settings; leave out --preset, --seed, "
+                "--seeds, --steps "
                 "and overrides."
             )
     else:
@@ -140,10 +141,11 @@ def reproduce(
     source: Annotated[AnyPath | None, Parameter(name="--from")] = None,
     jobs: Jobs = None,
 ) -> None:
-    """Reproduce the paper: make the runs that are missing, print its numbers beside ours, draw its figures.
+    """Reproduce the paper: make the runs that are missing, print its numbers beside ours, draw its
+    figures.
 
-    Finished runs are kept and interrupted ones resumed, so the same command goes on where it stopped, and
-    a larger --seeds adds to what is there.
+    Finished runs are kept and interrupted ones resumed, so the same command goes on where it
+    stopped, and a larger --seeds adds to what is there.
 
     Parameters
     ----------

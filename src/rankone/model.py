@@ -207,10 +207,12 @@ class DecomposedModel(nn.Module):
     def named_tensors(self) -> dict[str, Tensor]:
         """Everything that makes up the decomposition, by a readable name: `layer.U`,
         `layer.importance.*`."""
+        importance = self.importance.named()
         named: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
             named |= {f"{name}.{key}": p for key, p in layer.subcomponents.named_parameters()}
-        return named | self.importance.named()
+            named |= {key: t for key, t in importance.items() if key.startswith(f"{name}.importance.")}
+        return named | importance
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Every trained parameter: `named_tensors` without buffers."""

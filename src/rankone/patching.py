@@ -80,8 +80,10 @@ one_pass_at_a_time = threading.RLock()
 """A pass changes `forward` of modules that threads may share: passes take turns."""
 
 
-class overridden:  # noqa: N801  (a context manager; as a class it costs half as much, and a step enters several)
+class overridden:  # noqa: N801 (a context manager)
     """Override `forward` on these module instances, and put everything back on the way out.
+
+    A class, because that costs half as much as a generator, and a step enters several.
 
     torch's fused attention path reads weights without calling the layers that own them; it is off
     meanwhile.

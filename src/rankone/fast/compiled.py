@@ -36,7 +36,10 @@ SOURCE = Path(__file__).with_name("kernels.py")
 SEAL = "seal.json"
 ELEMENTS_PER_THREAD = 50_000
 """Work that pays for handing it to another thread."""
-WITHOUT_NUMBA = "numba is missing, so steps run in plain torch with exact gates: as good, several times slower. pip install numba"
+WITHOUT_NUMBA = (
+    "numba is missing, so steps run in plain torch with exact gates: as good, several times slower. "
+    "pip install numba"
+)
 
 
 class MissingKernels(UserWarning):

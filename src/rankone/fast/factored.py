@@ -160,7 +160,10 @@ class Factored(Structured):
         return func(*tree_map(dense, args), **tree_map(dense, dict(kwargs)))
 
 
-_OPERATORS = "mul rmul sub rsub truediv rtruediv floordiv mod pow rpow neg abs eq ne lt le gt ge getitem len bool iter rmatmul"
+_OPERATORS = (
+    "mul rmul sub rsub truediv rtruediv floordiv mod pow rpow neg abs eq ne lt le gt ge getitem len bool "
+    "iter rmatmul"
+)
 
 for _name in _OPERATORS.split():
 

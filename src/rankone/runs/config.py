@@ -43,7 +43,8 @@ def _one_line(text: str) -> str:
 def _safe_in_paths(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", name):
         raise ValueError(
-            f"{name[:100]!r} is not a name: expected at most 100 letters, digits, '.', '_', '+' and '-', "
+            f"{name[:100]!r} is not a name: expected at most 100 letters, digits, '.', '_', '+' "
+            "and '-', "
             "beginning with a letter or digit"
         )
     return name
@@ -145,7 +146,8 @@ class ExperimentFile(Settings):
     def _fitting(self) -> "ExperimentFile":
         if isinstance(self.default, list) != (self.paper is not None):
             raise ValueError(
-                "default is a list of changes (setting, value, why) beside `paper`, and without it a mapping of settings"
+                "default is a list of changes (setting, value, why) beside `paper`, and without it "
+                "a mapping of settings"
             )
         return self
 

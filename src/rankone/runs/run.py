@@ -112,7 +112,8 @@ def load_run(path: Path) -> LoadedRun:
         raise CheckpointError(f"{path} holds the summary of a run but not its decomposition. {again}")
     if summary is None and not checkpoints:
         raise CheckpointError(
-            f"{path} has no checkpoint yet: there is nothing to look at. Go on with: rankone run {path} --resume"
+            f"{path} has no checkpoint yet: there is nothing to look at. Go on with: rankone run "
+            f"{path} --resume"
         )
     directory.read(METRICS)  # verifies it
     torch.set_num_threads(config.threads)
@@ -120,7 +121,8 @@ def load_run(path: Path) -> LoadedRun:
     if summary is not None:
         if summary.decomposition_sha256 != decomposition_sha256(directory):
             raise CheckpointError(
-                f"{_components(directory)} is not the one that {path / SUMMARY} was measured on: it was "
+                f"{_components(directory)} is not the one that {path / SUMMARY} was measured on: "
+                "it was "
                 "replaced. Put the original back, or make the run again in another directory."
             )
         result = load(path / DECOMPOSITION, target, output=config.getter)
@@ -200,7 +202,8 @@ def refuse_existing(out: Path) -> None:
     else:
         return
     raise CheckpointError(
-        f"{out} already holds a run, which {state}. Add --resume to {verb} it, or choose another directory with --out."
+        f"{out} already holds a run, which {state}. Add --resume to {verb} it, or choose another "
+        "directory with --out."
     )
 
 
@@ -208,7 +211,8 @@ def _refuse_other_settings(out: Path, stored: RunConfig, config: RunConfig) -> N
     differing = real_differences(stored, config)
     if differing:
         raise CheckpointError(
-            f"{out} holds a run with other settings: {'; '.join(differing)}. Finish it with its own settings "
+            f"{out} holds a run with other settings: {'; '.join(differing)}. Finish it with its "
+            "own settings "
             f"(rankone run {out} --resume), or choose another directory with --out."
         )
 
@@ -251,7 +255,8 @@ def load_warning(threads: int) -> str | None:
     if load + threads <= cores() + 0.5:  # a load of a few tenths is an idle machine
         return None
     return (
-        f"Other work is using the cores (load {load:.1f}, {cores()} cores, {threads} threads asked for): "
+        f"Other work is using the cores (load {load:.1f}, {cores()} cores, {threads} threads asked "
+        "for): "
         "this run will be slower."
     )
 

@@ -112,7 +112,8 @@ class TrainableTarget(Target):
         if not self.weights or not path.is_file():
             raise TargetError(
                 f"target.weights is {self.weights!r}: neither a pinned target nor a file. "
-                f"{near_matches(self.weights, pinned_names())} Or train one with `rankone train-target`."
+                f"{near_matches(self.weights, pinned_names())} Or train one with `rankone "
+                "train-target`."
             )
         tensors, _ = load_sealed(path)
         model = self.build()
@@ -126,8 +127,10 @@ class TrainableTarget(Target):
         model.load_state_dict(tensors)
         if self.sha256 not in (None, fingerprint(model)):
             raise TargetError(
-                f"The target in {path.name} has SHA-256 {fingerprint(model)}, but the config pins {self.sha256}. "
-                "Use the pinned weights, or set target.sha256 to the new fingerprint if the change is intended."
+                f"The target in {path.name} has SHA-256 {fingerprint(model)}, but the config pins "
+                f"{self.sha256}. "
+                "Use the pinned weights, or set target.sha256 to the new fingerprint if the change "
+                "is intended."
             )
         return model.eval()
 
@@ -158,6 +161,7 @@ def train_until_good(
         if good:
             return
     raise TargetError(
-        f"None of the {tries} networks trained with seeds {seed} to {seed + tries - 1} passed the check of a good "
+        f"None of the {tries} networks trained with seeds {seed} to {seed + tries - 1} passed the "
+        "check of a good "
         "target. Try another --seed, or look at target.training."
     )

@@ -1,7 +1,7 @@
 """Toy Models of Superposition: the networks, how they start, and what a good one looks like.
 
-x̂ = ReLU(Wᵀ (I) W x + b), with more features than hidden dimensions (section 3.1 of the paper), optionally with fixed
-identity matrices between W and Wᵀ (section 3.2).
+x̂ = ReLU(Wᵀ (I) W x + b), with more features than hidden dimensions (section 3.1 of the paper),
+optionally with fixed identity matrices between W and Wᵀ (section 3.2).
 """
 
 import math
