@@ -54,8 +54,8 @@ class SmoothL0(Loss):
 
 
 class _RaisingOnly(torch.autograd.Function):
-    """The lower-leaky sigmoid, whose leak lets a gradient through only where a step along it would
-    raise the value."""
+    """The lower-leaky sigmoid, whose leak lets a gradient through only where a step would raise the
+    value."""
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

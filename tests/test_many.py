@@ -1,5 +1,4 @@
-"""Several seeds at once: the same bits as one at a time, one summary, and nothing lost when
-something goes wrong."""
+"""Several seeds at once: the same bits as one at a time, one summary, and nothing lost when one fails."""
 
 import json
 import multiprocessing

@@ -9,7 +9,7 @@ import sys
 import time
 import zipfile
 from contextlib import suppress
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def interrupted(out, config, step):
         run(config, out, observer=stop)
 
 
-# --- settings -------------------------------------------------------------------------------------
+# --- settings
 
 
 def test_shipped_experiments_read_back_from_their_yaml():
@@ -120,7 +120,7 @@ def test_unknown_kinds_get_near_matches():
     values = quick().model_dump(mode="json") | {"target": {"kind": "tmz"}}
     with pytest.raises(ConfigError, match=r"  target: Unknown kind of target 'tmz'. Did you mean 'tms'"):
         validated(RunConfig, values, source="x.yaml")
-    with pytest.raises(ConfigError, match=r"  target: kind is missing"):
+    with pytest.raises(ConfigError, match=r"  target: .*kind"):
         validated(RunConfig, values | {"target": {"n_features": 5}}, source="x.yaml")
 
 
@@ -132,7 +132,6 @@ def test_settings_of_kept_runs_of_earlier_versions_still_parse():
 
 
 # --- a family and an experiment of one's own
-# -----------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -162,7 +161,7 @@ default:
 def pair(tmp_path, monkeypatch):
     @register_target("pair")
     class PairTarget(Target):
-        kind: Literal["pair"] = "pair"
+        kind: str = "pair"
         """A family of my own."""
         width: int = Field(default=2, ge=1, le=10)
         """Width."""
@@ -228,7 +227,6 @@ def test_experiment_files_that_make_no_sense(pair, tmp_path):
 
 
 # --- threads
-# ----------------------------------------------------------------------------------------------
 
 
 def test_omp_num_threads_is_respected_and_said(tmp_path, monkeypatch):
@@ -265,7 +263,6 @@ def test_a_busy_machine_is_mentioned(monkeypatch):
 
 
 # --- what a run directory notices
-# ---------------------------------------------------------------------------
 
 
 def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path):
@@ -374,7 +371,6 @@ def test_the_report_is_written_before_the_summary(tmp_path):
 
 
 # --- summaries
-# ------------------------------------------------------------------------------------------------
 
 
 def test_summaries_read_back_and_damaged_ones_are_refused_by_name(finished):
@@ -388,7 +384,6 @@ def test_summaries_read_back_and_damaged_ones_are_refused_by_name(finished):
 
 
 # --- kept runs
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -120,8 +120,7 @@ def test_residual_targets_train_reproducibly_and_fall_below_the_naive_solution()
 
 
 def test_the_naive_solution_computes_as_many_features_as_there_are_neurons():
-    """With an orthonormal embedding there is no interference, and the naive network is exact where
-    it has a neuron."""
+    """An orthonormal embedding has no interference: the naive network is exact where it has a neuron."""
     settings = ResidualTarget(n_features=6, d_stream=6, n_blocks=2, n_neurons=2)
     model = settings.build()
     with torch.no_grad():

@@ -72,7 +72,7 @@ class MetricsLog:
 def read_prefix(directory: RunDirectory, size: int, sha256: str | None) -> bytes:
     """The part of a metrics log that belongs to a checkpoint; what comes after may be half a line."""
     path = directory.sub(NAME)
-    content = path.read_bytes()[:size] if size else b""
+    content = path.read_bytes()[:size] if size and path.is_file() else b""
     if len(content) < size:
         raise CheckpointError(
             f"{path} has {len(content)} bytes, but the checkpoint was taken when it had {size}: it "

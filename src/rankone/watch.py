@@ -26,7 +26,7 @@ from rankone.paper.plan import RunSpec, keeper, missing_runs
 from rankone.report.page import can_report, write_report
 from rankone.runs.config import RunConfig
 from rankone.runs.many import ParallelRun, jobs_for, run_all, seed_runs
-from rankone.runs.run import run
+from rankone.runs.run import run, with_threads
 from rankone.runs.summary import Summary
 from rankone.train import Interrupted
 
@@ -61,6 +61,7 @@ def run_seeds(config: RunConfig, out: Path | None, seeds: int, jobs: int | None,
     Each seed gets a directory of its own, in `out` or in runs/.
     """
     print_notes(config)
+    config = with_threads(config, None, note)
     runs = seed_runs(config, seeds, out)
     first, last = runs[0].config.seed, runs[-1].config.seed
     name = f"{config.experiment}-{config.preset}-seeds{first}-{last}"

@@ -146,8 +146,8 @@ class ExperimentFile(Settings):
     def _fitting(self) -> "ExperimentFile":
         if isinstance(self.default, list) != (self.paper is not None):
             raise ValueError(
-                "default is a list of changes (setting, value, why) beside `paper`, and without it "
-                "a mapping of settings"
+                "default is a list of changes (setting, value, why) beside `paper`, and without it a "
+                "mapping of settings"
             )
         return self
 

@@ -118,7 +118,8 @@ def run_all(
                 working[ours] = (one, process)
                 if stopped:
                     process.terminate()
-            for connection in wait(list(working), timeout=0.2):
+            ready: list[Any] = wait(list(working), timeout=0.2)
+            for connection in ready:
                 one, process = working[connection]
                 try:
                     _take_in(one, *connection.recv())

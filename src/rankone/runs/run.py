@@ -113,7 +113,8 @@ def load_run(path: Path) -> LoadedRun:
     if summary is None and not checkpoints:
         raise CheckpointError(
             f"{path} has no checkpoint yet: there is nothing to look at. Go on with: rankone run "
-            f"{path} --resume"
+            f"{path} "
+            "--resume"
         )
     directory.read(METRICS)  # verifies it
     torch.set_num_threads(config.threads)
@@ -203,7 +204,8 @@ def refuse_existing(out: Path) -> None:
         return
     raise CheckpointError(
         f"{out} already holds a run, which {state}. Add --resume to {verb} it, or choose another "
-        "directory with --out."
+        "directory "
+        "with --out."
     )
 
 

@@ -6,7 +6,7 @@ figures of its own) is optional, and a run makes use of what there is.
 
     @register_target("mine")
     class MyTarget(Target):
-        kind: Literal["mine"] = "mine"
+        kind: str = "mine"
         width: int = 8
         def load(self): ...
         def data(self, batch_size): ...
@@ -33,8 +33,8 @@ from rankone.settings import Registry, Settings
 class Target(Settings, ABC):
     """A network to decompose: the settings of one family."""
 
-    kind: Any
-    """The family of networks; a subclass makes it a Literal of its name."""
+    kind: str
+    """The family of networks."""
 
     output: ClassVar[OutputGetter] = None
     """How to get the tensor to compare from what the network returns."""
@@ -128,9 +128,9 @@ class TrainableTarget(Target):
         if self.sha256 not in (None, fingerprint(model)):
             raise TargetError(
                 f"The target in {path.name} has SHA-256 {fingerprint(model)}, but the config pins "
-                f"{self.sha256}. "
-                "Use the pinned weights, or set target.sha256 to the new fingerprint if the change "
-                "is intended."
+                f"{self.sha256}. Use the pinned weights, or set target.sha256 to the new "
+                "fingerprint if the "
+                "change is intended."
             )
         return model.eval()
 
@@ -162,6 +162,6 @@ def train_until_good(
             return
     raise TargetError(
         f"None of the {tries} networks trained with seeds {seed} to {seed + tries - 1} passed the "
-        "check of a good "
-        "target. Try another --seed, or look at target.training."
+        "check of a "
+        "good target. Try another --seed, or look at target.training."
     )

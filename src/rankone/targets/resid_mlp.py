@@ -71,7 +71,7 @@ class ResidualMLP(nn.Module):
 class ResidualTarget(SparseTarget):
     """A residual MLP that computes x + ReLU(x) of more features than it has neurons."""
 
-    kind: Literal["resid_mlp"] = "resid_mlp"
+    kind: str = "resid_mlp"
     """The family of networks."""
     n_features: int = Field(default=100, ge=1, le=10_000)
     """Features of the input."""
@@ -165,8 +165,9 @@ class ResidualTarget(SparseTarget):
                 "contributions",
                 "Neuron contributions",
                 "How much each neuron contributes to computing the first ten features: in the "
-                "target, and in the "
-                "subcomponent of W_in that contributes most. Where the decomposition is right, the "
+                "target, and "
+                "in the subcomponent of W_in that contributes most. Where the decomposition is "
+                "right, the "
                 "two look the same.",
                 plots.contribution_bars(model, single, self.n_blocks),
             ),

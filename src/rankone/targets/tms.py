@@ -6,7 +6,7 @@ optionally with fixed identity matrices between W and Wᵀ (section 3.2).
 
 import math
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,7 @@ class TMS(nn.Module):
 class TMSTarget(SparseTarget):
     """A Toy Model of Superposition."""
 
-    kind: Literal["tms"] = "tms"
+    kind: str = "tms"
     """The family of networks."""
     n_hidden: int = Field(default=2, ge=1, le=10_000)
     """Hidden dimensions."""
