@@ -49,7 +49,7 @@ def test_every_block_runs(section, capsys):
         result = namespace["result"]
         assert len(result.history) >= 1
         assert all(torch.isfinite(p).all() for p in result.model.trained().values())
-        named = {"A loss": "small_factors", "A mask source": "coin_recon", "A routing": "pairwise_recon"}
+        named = {"A loss": "few_at_once", "A mask source": "coin_recon", "A routing": "pairwise_recon"}
         if section in named:
             assert result.history[-1]["loss"][named[section]] > 0
     if section == "A tracker":

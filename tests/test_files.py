@@ -442,8 +442,7 @@ def test_a_directory_in_use_is_refused_by_name(tmp_path):
         RunDirectory.claim(tmp_path)
     assert str(error.value) == (
         f"{tmp_path} is not empty and not a run directory: it has 'a', 'b', 'd'. Nothing in it was "
-        "touched; "
-        "choose a directory that is empty or does not exist yet."
+        "touched; choose a directory that is empty or does not exist yet."
     )
     (tmp_path / "c\x1b[31m").write_text("mine")
     with pytest.raises(CheckpointError, match=r"it has 'a', 'b', 'c\\x1b\[31m' and 1 more\."):

@@ -87,16 +87,14 @@ def refuse_other_run(
         )
     if meta["first_batch"] != identity["first_batch"]:
         raise CheckpointError(
-            f"{name} was written by a run on other data: the first batch is not the same. Resume "
-            "with the data "
-            "of the run, or start a new run in another directory."
+            f"{name} was written by a run on other data: the first batch is not the same. Resume with "
+            "the data of the run, or start a new run in another directory."
         )
     if meta["kernels"] != identity["kernels"]:
         raise CheckpointError(
             f"{name} was written {_with(meta['kernels'])}, and this process runs "
-            f"{_with(identity['kernels'])}: the "
-            "result would be of neither. Resume in an environment like the first, or start again "
-            "in another directory."
+            f"{_with(identity['kernels'])}: the result would be of neither. Resume in an environment "
+            "like the first, or start again in another directory."
         )
 
 

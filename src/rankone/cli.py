@@ -112,9 +112,8 @@ def run(
             raise ConfigError(f"{directory} is a run directory. Add --resume to go on with it.")
         if settings or (preset, seed, seeds, steps) != (None, None, None, None):
             raise ConfigError(
-                f"{directory} is resumed with its own settings; leave out --preset, --seed, "
-                "--seeds, --steps "
-                "and overrides."
+                f"{directory} is resumed with its own settings; leave out --preset, --seed, --seeds, "
+                "--steps and overrides."
             )
     else:
         config = experiment_config(

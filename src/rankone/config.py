@@ -116,8 +116,7 @@ class DecompositionConfig(Settings):
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but there are only "
-                f"{self.steps} "
-                "steps; it must be smaller"
+                f"{self.steps} steps; it must be smaller"
             )
         if not any(loss.coefficient > 0 for loss in self.losses.values()):
             raise ValueError("no loss has a coefficient above 0: there is nothing to train")

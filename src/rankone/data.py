@@ -119,9 +119,8 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
         kwargs = dict(inputs)
     else:
         raise BatchError(
-            f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional "
-            "arguments of the model), "
-            "a dict (keyword arguments) or a WeightedBatch of one of these."
+            f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional arguments of "
+            "the model), a dict (keyword arguments) or a WeightedBatch of one of these."
         )
     try:
         return model(*args, **kwargs)
@@ -131,9 +130,8 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
             raise
         form = f"a tuple of {len(args)}" if args else f"a dict with {', '.join(kwargs)}"
         raise BatchError(
-            f"A batch is {form}, which the model does not take as its arguments ({problem}). A "
-            "tuple becomes positional "
-            "arguments and a dict keywords; leave labels out of the data."
+            f"A batch is {form}, which the model does not take as its arguments ({problem}). A tuple "
+            "becomes positional arguments and a dict keywords; leave labels out of the data."
         ) from error
 
 
@@ -151,9 +149,8 @@ def check_batch(batch: Batch) -> None:
             nan = int(torch.isnan(tensor).sum())
             inf = int(torch.isinf(tensor).sum())
             raise BatchError(
-                f"The batch{where} of shape {tuple(tensor.shape)} holds {nan} NaN and {inf} "
-                "infinite values; "
-                "every value must be finite. Clean the data before decomposing."
+                f"The batch{where} of shape {tuple(tensor.shape)} holds {nan} NaN and {inf} infinite "
+                "values; every value must be finite. Clean the data before decomposing."
             )
     if not isinstance(batch, WeightedBatch):
         return
@@ -193,9 +190,8 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
     if isinstance(data, Tensor):
         raise BatchError(
-            f"data is a tensor of shape {tuple(data.shape)}, whose rows would each become a batch. "
-            "Pass [tensor] to use it as one "
-            "batch every step, or a DataLoader to cut it into batches."
+            f"data is a tensor of shape {tuple(data.shape)}, whose rows would each become a batch. Pass "
+            "[tensor] to use it as one batch every step, or a DataLoader to cut it into batches."
         )
     if isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)

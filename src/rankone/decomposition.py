@@ -162,9 +162,8 @@ class Decomposition:
         index = torch.as_tensor(listed) if len(listed) else torch.zeros(0, dtype=torch.long)
         if index.is_floating_point():
             raise LayerError(
-                f"keep[{name!r}] holds numbers of type {index.dtype}; expected indices or a "
-                "boolean choice, such "
-                "as importances > 0.5."
+                f"keep[{name!r}] holds numbers of type {index.dtype}; expected indices or a boolean "
+                "choice, such as importances > 0.5."
             )
         if index.dtype == torch.bool:
             if index.shape != (C,):
@@ -209,9 +208,8 @@ def decompose(
     """
     if not isinstance(layers, Mapping):
         raise ConfigError(
-            f"layers is a {type(layers).__name__}; expected a mapping from layer name patterns to "
-            "C, such as "
-            "{'mlp.*': 100}."
+            f"layers is a {type(layers).__name__}; expected a mapping from layer name patterns to C, "
+            "such as {'mlp.*': 100}."
         )
     if not isinstance(config, DecompositionConfig):
         config = validated(DecompositionConfig, config or {}, source="config")
@@ -275,17 +273,14 @@ def load(
     tensors, info = load_sealed(path / COMPONENTS)
     if info.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {info.get('format')!r}; this version of rankone "
-            f"({version('rankone')}) reads "
-            f"format {FORMAT}."
+            f"{path} has format {info.get('format')!r}; this version of rankone ({version('rankone')}) "
+            f"reads format {FORMAT}."
         )
     if fingerprint(model) != info["target"]["sha256"]:
         raise CheckpointError(
             f"{path} was made from another network: a {info['target']['class']} whose weights have "
-            "SHA-256 "
-            f"{info['target']['sha256'][:12]}..., but this {type(model).__name__} has "
-            f"{fingerprint(model)[:12]}... "
-            "Load the exact weights that were decomposed."
+            f"SHA-256 {info['target']['sha256'][:12]}..., but this {type(model).__name__} has "
+            f"{fingerprint(model)[:12]}... Load the exact weights that were decomposed."
         )
     for name, given in (("output", output), ("divergence", divergence)):
         if given is None and isinstance(info[name], dict):

@@ -347,9 +347,8 @@ def _unfaithful(n: Numbers) -> Iterator[Finding]:
         warm_up = "" if n.init in DATA_INITS else "give `faithfulness_warmup.steps` 200, "
         yield Finding(
             "unfaithful",
-            "with all subcomponents kept, the output differs from the target by "
-            f"{n.unmasked_share:.1%} of what "
-            f"removing all of them does (limit {UNMASKED:.0%})",
+            f"with all subcomponents kept, the output differs from the target by {n.unmasked_share:.1%} "
+            f"of what removing all of them does (limit {UNMASKED:.0%})",
             "the subcomponents do not sum to the network",
             f"raise `losses.faithfulness.coefficient`, {warm_up}or raise `steps`",
         )
@@ -358,9 +357,8 @@ def _unfaithful(n: Numbers) -> Iterator[Finding]:
 def _too_few(n: Numbers) -> Iterator[Finding]:
     if n.cramped:
         parts = [
-            f"{name} came back as {n.alive[name]} subcomponents, exactly its rank, out of "
-            f"{n.C[name]}, which is "
-            "less than it has inputs"
+            f"{name} came back as {n.alive[name]} subcomponents, exactly its rank, out of {n.C[name]}, "
+            "which is less than it has inputs"
             for name in n.cramped
         ]
         yield Finding(
@@ -391,8 +389,7 @@ def _coefficient_too_high(n: Numbers) -> Iterator[Finding]:
         yield Finding(
             "importance coefficient too high",
             f"some importance reaches {CERTAIN} on {shares}, weighted by how much they need these "
-            "layers (at least "
-            f"{REACHING_ONE:.0%})",
+            f"layers (at least {REACHING_ONE:.0%})",
             "minimality costs more than it is worth to reconstruct the output, so everything is "
             "ablated in part",
             f"lower {BETA3}, to a third at first",
@@ -403,9 +400,8 @@ def _far_from_target(n: Numbers) -> Iterator[Finding]:
     if n.masked_share > MASKED:
         yield Finding(
             "masked model too far from the target",
-            f"under random masks the output differs from the target by {n.masked_share:.1%} of "
-            "what removing "
-            f"everything does (limit {MASKED:.0%})",
+            f"under random masks the output differs from the target by {n.masked_share:.1%} of what "
+            f"removing everything does (limit {MASKED:.0%})",
             "subcomponents that matter are ablated",
             f"lower {BETA3}, to a third at first; if the loss is still falling, raise `steps`",
         )
@@ -413,8 +409,7 @@ def _far_from_target(n: Numbers) -> Iterator[Finding]:
         yield Finding(
             "more error than superposition explains",
             f"reconstruction under random masks is {n.divergence['stochastic']:.1e}; inactive "
-            "subcomponents alone "
-            f"give {n.superposition_noise:.1e} (limit {NOISE:.0f} times that)",
+            f"subcomponents alone give {n.superposition_noise:.1e} (limit {NOISE:.0f} times that)",
             "more than interference is lost: active mechanisms are ablated in part",
             f"lower {BETA3}, or raise `steps`",
         )
@@ -430,11 +425,9 @@ def _coefficient_too_low(n: Numbers) -> Iterator[Finding]:
         )
     if n.masked_share < ROOM and excess > UNUSED_ROOM:
         signs.append(
-            f"random masks change the output by {n.masked_share:.2%} of what removing everything "
-            "does, so "
-            f"minimality could cost more, yet inactive subcomponents explain only 1/{excess:.0f} "
-            "of that: the rest "
-            "comes from importances between 0 and 1"
+            f"random masks change the output by {n.masked_share:.2%} of what removing everything does, "
+            f"so minimality could cost more, yet inactive subcomponents explain only 1/{excess:.0f} of "
+            "that: the rest comes from importances between 0 and 1"
         )
     if signs and not _shrunken(n):
         yield Finding(
@@ -453,9 +446,8 @@ def _identity_lost(n: Numbers) -> Iterator[Finding]:
         yield Finding(
             "known mechanism not recovered",
             f"{name} is an identity of rank {identity.rank}: one mechanism. It came back as "
-            f"{identity.alive} "
-            f"subcomponents, of which {identity.act_together:.0%} act when any does and which lack "
-            f"{identity.missing:.0%} of it",
+            f"{identity.alive} subcomponents, of which {identity.act_together:.0%} act when any does "
+            f"and which lack {identity.missing:.0%} of it",
             "the settings do not recover what is known, so what they say about the rest cannot be trusted",
             f"{'raise' if identity.alive > identity.rank else 'lower'} {BETA3}, or raise `steps`",
         )

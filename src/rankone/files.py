@@ -254,9 +254,8 @@ class RunDirectory:
             content = self.read(name)[:keep] if keep else b""
             if len(content) < keep:
                 raise CheckpointError(
-                    f"{path} has {len(content)} bytes, not the {keep} that this run had written: "
-                    "it was cut "
-                    "short. Put the original back, or repeat the run in another directory."
+                    f"{path} has {len(content)} bytes, not the {keep} that this run had written: it was "
+                    "cut short. Put the original back, or repeat the run in another directory."
                 )
             self._save(token, files | {name: None})
             _put(path, token, content)  # not truncated: a copy made of hard links keeps its content
@@ -315,9 +314,8 @@ class RunDirectory:
             raise CheckpointError(f"{path} was not written by rankone: {_MANIFEST} does not list it.")
         if recorded is not None and digest not in recorded:
             raise CheckpointError(
-                f"{path} was changed after rankone wrote it (its SHA-256 is now {digest[:12]}...). "
-                "Put the "
-                "original back, or repeat the run in another directory."
+                f"{path} was changed after rankone wrote it (its SHA-256 is now {digest[:12]}...). Put "
+                "the original back, or repeat the run in another directory."
             )
 
     def _own(self, name: str) -> tuple[Path, str, dict[str, list[str] | None]]:
@@ -325,9 +323,8 @@ class RunDirectory:
         path, (token, files) = self.sub(name), self._load()
         if _mode(path) and not (name in files and stat.S_ISREG(_mode(path))):
             raise CheckpointError(
-                f"{path} is not a file that rankone wrote ({_MANIFEST} does not list it) and is "
-                "not touched; "
-                "move it away, or choose another directory."
+                f"{path} is not a file that rankone wrote ({_MANIFEST} does not list it) and is not "
+                "touched; move it away, or choose another directory."
             )
         return path, token, files
 

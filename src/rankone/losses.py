@@ -144,9 +144,8 @@ class ImportanceMinimality(Loss):
             )
         if self.hold + self.anneal > 1:
             raise ValueError(
-                f"hold + anneal is {self.hold + self.anneal:g}, so exponent, coefficient and "
-                "saturation would "
-                "never arrive; they may be 1 together"
+                f"hold + anneal is {self.hold + self.anneal:g}, so exponent, coefficient and saturation "
+                "would never arrive; they may be 1 together"
             )
         return self
 

@@ -75,15 +75,13 @@ def read_prefix(directory: RunDirectory, size: int, sha256: str | None) -> bytes
     content = path.read_bytes()[:size] if size and path.is_file() else b""
     if len(content) < size:
         raise CheckpointError(
-            f"{path} has {len(content)} bytes, but the checkpoint was taken when it had {size}: it "
-            "was cut short "
-            "or replaced. Restore it, or start the run again in a new directory."
+            f"{path} has {len(content)} bytes, but the checkpoint was taken when it had {size}: it was "
+            "cut short or replaced. Restore it, or start the run again in a new directory."
         )
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise CheckpointError(
-            f"{path} was changed after the checkpoint was taken. Restore it, or start the run "
-            "again in a new "
-            "directory."
+            f"{path} was changed after the checkpoint was taken. Restore it, or start the run again in "
+            "a new directory."
         )
     return content
 
@@ -103,8 +101,7 @@ def parse_metrics(content: bytes, source: str) -> list[Record]:
         if not well_formed:
             raise CheckpointError(
                 f"Line {number} of {source} is not a record of training: the file was cut short or "
-                "edited. "
-                "Restore it, or make the run again."
+                "edited. Restore it, or make the run again."
             )
         records.append(record)  # pyright: ignore[reportPossiblyUnboundVariable] (not if it is well-formed)
     return records

@@ -108,11 +108,10 @@ class DecomposedLayer(nn.Module):
         U, V = (identity, W) if W.shape[0] <= W.shape[1] else (W, identity)
         if not same(dense(self.adapter.write(self.adapter.read(x, V), U)), dense(output)):
             raise LayerError(
-                f"Layer {self.name!r} ({type(self.adapter.module).__name__}) does not just "
-                "multiply by its "
-                "matrix and add its bias: its output is something else. A subclass or a patched "
-                "forward may "
-                "do more. Leave it out, or register an Adapter for its type that says what it does."
+                f"Layer {self.name!r} ({type(self.adapter.module).__name__}) does not just multiply by its "
+                f"matrix and add its bias: {type(self.adapter).__name__}.write(read(x)) is something else than "
+                "its output. A subclass or a patched forward may do more, or an Adapter of your own may forget "
+                "the bias. Leave the layer out, or register an Adapter for its type that says what it does."
             )
 
 
@@ -229,9 +228,8 @@ class DecomposedModel(nn.Module):
             return self._observe(batch)
         except (RuntimeError, ValueError, IndexError) as error:
             raise TargetError(
-                f"The target cannot be run on a batch of {shapes_of(batch)}: {error}. Check that "
-                "the data gives "
-                "what the model takes: shapes, types, device."
+                f"The target cannot be run on a batch of {shapes_of(batch)}: {error}. Check that the "
+                "data gives what the model takes: shapes, types, device."
             ) from error
 
     def _observe(self, batch: Batch, *, copy_outputs: bool = False) -> CleanPass:
@@ -336,11 +334,16 @@ class DecomposedModel(nn.Module):
             return self._run(run, forwards)
 
     def check_mask(self, name: str, mask: Mask) -> None:
-        if mask.values.shape[-1] != self.layer(name).C:
+        C = self.layer(name).C
+        if mask.values.shape[-1] != C:
             raise LayerError(
-                f"The mask for layer {name!r} has {mask.values.shape[-1]} entries in its last "
-                "dimension, but "
-                f"the layer has C = {self.layer(name).C} subcomponents."
+                f"The mask for layer {name!r} has {mask.values.shape[-1]} entries in its last dimension, but the "
+                f"layer has C = {C} subcomponents."
+            )
+        if mask.where is not None and mask.where.dtype != torch.bool:
+            raise LayerError(
+                f"`where` in the mask for layer {name!r} is of type {mask.where.dtype}; it must be boolean, with "
+                "one entry per datapoint."
             )
 
     def forward(self, batch: Batch) -> Tensor:
@@ -371,17 +374,15 @@ class DecomposedModel(nn.Module):
         for name in expected:
             if calls[name] == 0:
                 raise LayerError(
-                    f"Layer {name!r} was chosen, but the target's forward pass never calls it on "
-                    "this input (its weight "
-                    "may be read directly, as nn.MultiheadAttention does with out_proj). Leave it "
-                    "out of the patterns."
+                    f"Layer {name!r} was chosen, but the target's forward pass never calls it on this "
+                    "input (its weight may be read directly, as nn.MultiheadAttention does with "
+                    "out_proj). Leave it out of the patterns."
                 )
             if calls[name] > 1:
                 raise LayerError(
                     f"Layer {name!r} is called {calls[name]} times in one forward pass; rankone "
-                    "decomposes layers that are "
-                    "called once. Give each use a module of its own (they may share the weight: "
-                    "see `tied`), or leave it out."
+                    "decomposes layers that are called once. Give each use a module of its own (they "
+                    "may share the weight: see `tied`), or leave it out."
                 )
 
 
@@ -403,9 +404,8 @@ def _decomposable(name: str, W: Tensor) -> Tensor:
     """A matrix in at least single precision, or an error that says why it cannot be decomposed."""
     if W.is_inference():
         raise LayerError(
-            f"Layer {name!r} was created under torch.inference_mode, so nothing can be trained "
-            "through it. "
-            "Create or load the model outside of inference mode."
+            f"Layer {name!r} was created under torch.inference_mode, so nothing can be trained through "
+            "it. Create or load the model outside of inference mode."
         )
     if not W.is_floating_point():
         raise LayerError(
@@ -433,8 +433,7 @@ def _tie_orientation(name: str, W: Tensor, source_name: str, source: Tensor) -> 
     if W.shape == source.shape and torch.equal(W, source):
         return False
     raise LayerError(
-        f"Layers {name!r} {tuple(W.shape)} and {source_name!r} {tuple(source.shape)} are declared "
-        "as tied, but their matrices "
-        "are neither equal nor each other's transpose. Remove the entry from `tied` to decompose "
-        "them separately."
+        f"Layers {name!r} {tuple(W.shape)} and {source_name!r} {tuple(source.shape)} are declared as "
+        "tied, but their matrices are neither equal nor each other's transpose. Remove the entry from "
+        "`tied` to decompose them separately."
     )

@@ -68,8 +68,7 @@ def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, i
         for name in matrices:
             if name in found:
                 raise LayerError(
-                    f"Layer {name!r} is matched twice, by the patterns {found[name]!r} and "
-                    f"{pattern!r}. "
+                    f"Layer {name!r} is matched twice, by the patterns {found[name]!r} and {pattern!r}. "
                     "Each layer must be matched by exactly one pattern."
                 )
             found[name] = pattern
@@ -155,8 +154,7 @@ def pick_output(result: Any, getter: OutputGetter) -> Tensor:
             )
             raise TargetError(
                 f"output={getter!r}: the target returns a {type(result).__name__} that has no such "
-                "attribute or key. "
-                f"{near_matches(getter, map(str, names))}"
+                f"attribute or key. {near_matches(getter, map(str, names))}"
             )
         picked = result[getter] if in_mapping else getattr(result, getter)
     picked = dense(picked)
@@ -234,8 +232,7 @@ def refuse_unusable(target: Any) -> None:
             what = "draws random numbers" if random else "changes its statistics"
             raise TargetError(
                 f"The target is in training mode and its layer {name!r} ({type(module).__name__}) "
-                f"{what} in every pass. "
-                "Call model.eval() before decomposing."
+                f"{what} in every pass. Call model.eval() before decomposing."
             )
 
 

@@ -264,8 +264,16 @@ def set_setting(values: dict[str, Any], settings: type[BaseModel], key: str, val
             return
     *parents, leaf = key.split(".")
     inside: Any = values
+    group: Group | None = settings
     for part in parents:
+        if isinstance(inside, dict) and isinstance(group, Registry) and part in group:
+            inside.setdefault(part, {})  # what is registered may be added by its first setting
         inside = inside.get(part) if isinstance(inside, dict) else None
+        group = _inside(group, part, inside)
+    known |= {
+        f"{'.'.join(parents)}.{name}": None
+        for name in (group.model_fields if isinstance(group, type) else ())
+    }
     if not isinstance(inside, dict) and key in known:
         raise ConfigError(f"{key} cannot be set, because {'.'.join(parents)} was set to a plain value.")
     if not isinstance(inside, dict) or (key not in known and leaf not in inside):

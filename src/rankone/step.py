@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankone.data import Batch, mean_over_data, row_weights, seed_for
-from rankone.errors import TargetError
+from rankone.errors import TargetError, TrainingError, shown
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, SOURCES, Masks
 from rankone.model import DecomposedModel
@@ -114,19 +114,27 @@ class Step:
         values = self.divergence(output.to(wide), self.clean.output.to(wide))
         if not isinstance(values, Tensor) or not values.is_floating_point():
             raise TargetError(
-                f"The divergence returned a {type(values).__name__}; expected a floating-point "
-                "tensor with one "
-                "number per datapoint, or their mean."
+                f"The divergence returned a {type(values).__name__}; expected a floating-point tensor "
+                "with one number per datapoint, or their mean."
             )
-        return mean_over_data(values, self.weights)
+        return self.mean(values)
+
+    def mean(self, per_datapoint: Float[Tensor, "*lead"]) -> Float[Tensor, ""]:
+        """The mean over the data of one number per datapoint, as every loss takes it."""
+        return mean_over_data(per_datapoint, self.weights)
 
     def penalty(self, shape: Penalty) -> Float[Tensor, ""]:
         """What all importances of all layers cost, averaged over the data."""
-        return torch.stack([mean_over_data(shape.of(raw), self.weights) for raw in self.raw.values()]).sum()
+        return torch.stack([self.mean(shape.of(raw)) for raw in self.raw.values()]).sum()
 
     def total(self) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """The training loss, and its terms without their coefficients."""
         values = {name: term.value(self) for name, term in self.terms.items()}
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.dim():
+                raise TrainingError(
+                    f"The loss {name!r} is {shown(value)}; `value` must return a tensor with one number."
+                )
         stacked = torch.stack(list(values.values()))
         coefficients = [term.coefficient_at(self.progress) for term in self.terms.values()]
         return stacked @ torch.tensor(coefficients, dtype=stacked.dtype, device=stacked.device), values

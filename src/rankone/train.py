@@ -198,17 +198,15 @@ class Training:
         )
         raise TrainingError(
             f"The loss is {total.item()} at step {index} ({last}). Lower optimizer.lr, set "
-            "optimizer.grad_clip, "
-            "or raise the eps of importance_minimality if its p is below 1."
+            "optimizer.grad_clip, or raise the eps of importance_minimality if its p is below 1."
         )
 
     def _refuse_non_finite_state(self) -> None:
         for name, p in self.trained.items():
             if not bool(torch.isfinite(p).all()):
                 raise TrainingError(
-                    f"{name} holds values that are not finite after step {self.step - 1}; this "
-                    "state is not saved. "
-                    "Lower optimizer.lr."
+                    f"{name} holds values that are not finite after step {self.step - 1}; this state is "
+                    "not saved. Lower optimizer.lr."
                 )
 
     def _identity(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rankone.paper.plan import RunSpec, keeper, missing_runs
 from rankone.report.page import can_report, write_report
 from rankone.runs.config import RunConfig
 from rankone.runs.many import ParallelRun, jobs_for, run_all, seed_runs
-from rankone.runs.run import run, with_threads
+from rankone.runs.run import program, run, with_threads
 from rankone.runs.summary import Summary
 from rankone.train import Interrupted
 
@@ -38,7 +38,7 @@ def run_one(config: RunConfig, out: Path, resume: bool) -> Summary:
     if resume:
         newest = _newest_checkpoint(out)
         say(f"Resuming from {newest.name}." if newest else "There is no checkpoint yet: starting at step 0.")
-    go_on = f"Go on with: rankone run {shlex.quote(str(out))} --resume"
+    go_on = f"Go on with: {program()} run {shlex.quote(str(out))} --resume"
     report = write_report if can_report() else None
     display = RunDisplay(config.steps)
     try:

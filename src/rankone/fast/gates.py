@@ -132,9 +132,8 @@ class _GatesAndMasks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise TrainingError(
-                "The compiled kernels have no second derivatives (create_graph=True asks for "
-                "them). Set "
-                "engine='exact' in the config."
+                "The compiled kernels have no second derivatives (create_graph=True asks for them). "
+                "Set engine='exact' in the config."
             )
         compiled, threads = kernels(), torch.get_num_threads()
         assert compiled is not None

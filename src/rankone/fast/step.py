@@ -17,7 +17,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankone.adapters import Activation, Adapter, LinearAdapter
-from rankone.data import mean_over_data
 from rankone.fast.factored import Factored
 from rankone.fast.gates import Gate, Gated, gated
 from rankone.fast.products import Memo, keeping_constants, rows_times, sharing
@@ -109,7 +108,7 @@ class FastStep(Step):
         if self.weights is None:
             return F.mse_loss(output, self.clean.output)
         if self._scaled_target is None:
-            mean_over_data(self.clean.output, self.weights)  # raises where rows and weights do not fit
+            self.mean(self.clean.output)  # raises where rows and weights do not fit
             per_row = self.clean.output.numel() // self.clean.output.shape[0]
             scale = (self.weights.to(output.dtype) / per_row).sqrt().reshape(-1, *[1] * (output.dim() - 1))
             scale = torch.empty_like(output).copy_(scale)  # in full: broadcasting is slower than reading it
@@ -121,7 +120,7 @@ class FastStep(Step):
         if self._shape != shape or self._penalty is None:
             return super().penalty(shape)
         plain = [shape.of(raw) for name, raw in self.raw.items() if name not in self._gated]
-        return torch.stack([self._penalty, *(mean_over_data(cost, self.weights) for cost in plain)]).sum()
+        return torch.stack([self._penalty, *(self.mean(cost) for cost in plain)]).sum()
 
     def total(self) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         with sharing(self._memo):

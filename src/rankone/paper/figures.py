@@ -21,7 +21,7 @@ def draw_weights(runs: Sequence[KeptRun]) -> list[Picture]:
 
 def draw_importances(runs: Sequence[KeptRun]) -> list[Picture]:
     (run,) = runs
-    return [plots.importance_picture(run.importances, run.checks)]
+    return [plots.importance_picture(run.importances, run.checks, run.config.target.probe_in_words)]
 
 
 def draw_contributions(runs: Sequence[KeptRun]) -> list[Picture]:

@@ -176,9 +176,8 @@ def missing_runs(specs: Sequence[RunSpec], out: Path) -> list[ParallelRun]:
         name, why = next(iter(differing.items()))
         raise ConfigError(
             f"{len(differing)} of the runs in {out} were started with other settings: "
-            f"{', '.join(differing)}. ({name}: {why}.) Choose another --out, or delete these "
-            "folders, in "
-            f"{out / 'runs'} and in {out / 'work'}, to make them again."
+            f"{', '.join(differing)}. ({name}: {why}.) Choose another --out, or delete these folders, "
+            f"in {out / 'runs'} and in {out / 'work'}, to make them again."
         )
     return missing
 

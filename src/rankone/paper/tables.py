@@ -36,9 +36,8 @@ def table1(runs: Mapping[str, KeptRun]) -> Table:
         rows.append((name, preset, str(len(seeds)), ours[0], theirs[0], ours[1], theirs[1]))
     return Table(
         "Table 1: how the subcomponents of W compare with its columns",
-        "Mean and standard deviation over seeds, over alive subcomponents (those that are "
-        "important on some "
-        "datapoint or probe).",
+        "Mean and standard deviation over seeds, over alive subcomponents (those that are important on "
+        "some datapoint or probe).",
         ("experiment", "preset", "seeds", "MMCS", "paper", "ML2R", "paper"),
         rows,
     )
@@ -55,11 +54,10 @@ def recovery(runs: Mapping[str, KeptRun]) -> Table:
         rows.append((name, preset, f"{seeds[0].steps:,}", share, failed, f"{off:.1%}", f"{minutes:.1f}"))
     return Table(
         "Recovery: seeds without a single error in any matrix",
-        "The share of recovered seeds with its Wilson 95 % interval; failed seeds with the number "
-        "of their "
-        "errors; how far the network made of all subcomponents is from the target, relative to "
-        "removing "
-        "everything, in the worst seed; median minutes of a run on one thread, beside other runs.",
+        "The share of recovered seeds with its Wilson 95 % interval; failed seeds with the number of "
+        "their errors; how far the network made of all subcomponents is from the target, relative to "
+        "removing everything, in the worst seed; median minutes of a run on one thread, beside other "
+        "runs.",
         ("experiment", "preset", "steps", "recovered", "failed seeds (errors)", "sum is off by", "minutes"),
         rows,
     )
@@ -95,8 +93,7 @@ def contributions(runs: Mapping[str, KeptRun]) -> Table:
     return Table(
         "Neuron contributions: single subcomponents of W_in against the target",
         "Over all features and neurons. A slope above 1 means that contributions of single "
-        "subcomponents are "
-        "larger than the target's, as the paper sees with two layers.",
+        "subcomponents are larger than the target's, as the paper sees with two layers.",
         ("experiment", "preset", "seeds", *(key.replace("_", " ") for key in digits)),
         rows,
     )

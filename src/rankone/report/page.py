@@ -17,6 +17,7 @@ from rankone.metrics import CERTAIN, IMPORTANT
 from rankone.report import plots
 from rankone.report.plots import Picture
 from rankone.runs.config import RunConfig
+from rankone.runs.run import program
 from rankone.runs.summary import Summary
 from rankone.settings import to_yaml
 
@@ -81,6 +82,7 @@ def write_report(
         ],
         important=IMPORTANT,
         certain=CERTAIN,
+        program=program(),
     )
     directory.write("report.html", page)
     return directory.path / "report.html"
@@ -93,7 +95,9 @@ def draw(config: RunConfig, result: Decomposition, evaluation: Evaluation, summa
     worth = {n: checks[n].expected if n in checks else len(evaluation.alive[n]) for n in views}
     pictures = plots.weight_pictures(views, result.model.tied, worth)
     if evaluation.probe_importances:
-        pictures.append(plots.importance_picture(evaluation.probe_importances, checks))
+        pictures.append(
+            plots.importance_picture(evaluation.probe_importances, checks, config.target.probe_in_words)
+        )
     pictures += config.target.figures(config.target.figure_data(result), summary.details)
     caption = (
         "Left: the terms of the loss on a logarithmic scale. Right: how many subcomponents are "

@@ -137,16 +137,18 @@ def weight_pictures(
     return pictures
 
 
-def importance_picture(importances: Mapping[str, Tensor], checks: Mapping[str, Check]) -> Picture:
+def importance_picture(
+    importances: Mapping[str, Tensor], checks: Mapping[str, Check], probe_in_words: str
+) -> Picture:
     """Causal importances on the probe."""
     labels = {name: f"{name}: {check.errors} errors" for name, check in checks.items()}
     caption = (
-        "One input feature is switched on at a time (rows); the colour says how important each "
-        "subcomponent is for the output (columns, permuted). A diagonal means one subcomponent per "
-        "feature; filled columns mean subcomponents that serve many features."
+        f"{probe_in_words} (rows); the colour says how important each subcomponent is for the output "
+        "(columns, permuted). A diagonal means one subcomponent per row; filled columns mean "
+        "subcomponents that serve many rows."
     )
     figure = importance_heatmap(importances, checks, labels)
-    return Picture("importances", "Causal importances on one-hot inputs", caption, figure)
+    return Picture("importances", "Causal importances on the probe", caption, figure)
 
 
 def by_size(view: LayerView) -> list[int]:

@@ -43,9 +43,8 @@ def _one_line(text: str) -> str:
 def _safe_in_paths(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", name):
         raise ValueError(
-            f"{name[:100]!r} is not a name: expected at most 100 letters, digits, '.', '_', '+' "
-            "and '-', "
-            "beginning with a letter or digit"
+            f"{name[:100]!r} is not a name: expected at most 100 letters, digits, '.', '_', '+' and "
+            "'-', beginning with a letter or digit"
         )
     return name
 

@@ -20,19 +20,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from rankone.checkpoint import checkpoint_names, load_newest, load_parameters, refuse_other_layers
+from rankone.data import to_device
 from rankone.decomposition import COMPONENTS, Decomposition, build, load, train
-from rankone.errors import CheckpointError
+from rankone.errors import CheckpointError, TargetError, near_matches
 from rankone.evaluate import Evaluation, evaluate
 from rankone.files import RunDirectory, fingerprint, sha256
+from rankone.metrics import Pattern
 from rankone.metrics_log import Observer, parse_metrics, read_prefix
+from rankone.model import DecomposedModel
 from rankone.runs.config import RunConfig, parse_config, real_differences
 from rankone.runs.summary import Summary
 from rankone.settings import to_yaml
+from rankone.targets.base import Target
 
 CONFIG, METRICS, SUMMARY, DECOMPOSITION = "config.yaml", "metrics.jsonl", "summary.json", "decomposition"
 
@@ -64,6 +68,7 @@ def run(
             return read_summary(directory)
         torch.set_num_threads(config.threads)
         model = build(config.target.load(), config.layers, config, config.getter)
+        refuse_senseless_truth(config.target, model)
         if stored is None:  # only now: settings that cannot work leave no config.yaml behind
             directory.write(CONFIG, to_yaml(config))
         data = config.target.data(config.batch_size)
@@ -112,8 +117,7 @@ def load_run(path: Path) -> LoadedRun:
         raise CheckpointError(f"{path} holds the summary of a run but not its decomposition. {again}")
     if summary is None and not checkpoints:
         raise CheckpointError(
-            f"{path} has no checkpoint yet: there is nothing to look at. Go on with: rankone run "
-            f"{path} "
+            f"{path} has no checkpoint yet: there is nothing to look at. Go on with: rankone run {path} "
             "--resume"
         )
     directory.read(METRICS)  # verifies it
@@ -122,8 +126,7 @@ def load_run(path: Path) -> LoadedRun:
     if summary is not None:
         if summary.decomposition_sha256 != decomposition_sha256(directory):
             raise CheckpointError(
-                f"{_components(directory)} is not the one that {path / SUMMARY} was measured on: "
-                "it was "
+                f"{_components(directory)} is not the one that {path / SUMMARY} was measured on: it was "
                 "replaced. Put the original back, or make the run again in another directory."
             )
         result = load(path / DECOMPOSITION, target, output=config.getter)
@@ -160,6 +163,27 @@ def evaluate_run(config: RunConfig, result: Decomposition) -> Evaluation:
         ground_truth={name: pattern for name, pattern in target.truth().items() if name in result.layers},
         similarity_of=target.similarity_of if target.similarity_of in result.layers else None,
     )
+
+
+def refuse_senseless_truth(target: Target, model: DecomposedModel) -> None:
+    """Raise before training, not after it, if recovery could not be judged."""
+    probe, truth = target.probe(), target.truth()
+    modules = dict(model.target.named_modules())
+    if probe is not None:
+        model.importances(to_device(probe, model.device))
+    for name, (pattern, k) in truth.items():
+        if name not in modules:
+            raise TargetError(f"truth() names the layer {name!r}. {near_matches(name, modules)}")
+        if pattern not in get_args(Pattern):
+            raise TargetError(
+                f"truth() says {pattern!r} of {name!r}. {near_matches(str(pattern), get_args(Pattern))}"
+            )
+        if probe is None:
+            raise TargetError("truth() is a pattern of importances on the probe, but probe() gives none.")
+        if pattern == "identity" and k != len(probe):
+            raise TargetError(
+                f"truth() says ('identity', {k}) of {name!r}, but the probe has {len(probe)} rows: there must be as many."
+            )
 
 
 def measured(config: RunConfig, result: Decomposition, evaluation: Evaluation) -> dict[str, Any]:
@@ -204,8 +228,7 @@ def refuse_existing(out: Path) -> None:
         return
     raise CheckpointError(
         f"{out} already holds a run, which {state}. Add --resume to {verb} it, or choose another "
-        "directory "
-        "with --out."
+        "directory with --out."
     )
 
 
@@ -213,10 +236,15 @@ def _refuse_other_settings(out: Path, stored: RunConfig, config: RunConfig) -> N
     differing = real_differences(stored, config)
     if differing:
         raise CheckpointError(
-            f"{out} holds a run with other settings: {'; '.join(differing)}. Finish it with its "
-            "own settings "
-            f"(rankone run {out} --resume), or choose another directory with --out."
+            f"{out} holds a run with other settings: {'; '.join(differing)}. Finish it with its own "
+            f"settings (rankone run {out} --resume), or choose another directory with --out."
         )
+
+
+def program() -> str:
+    """The command that is running, as advice can repeat it: a script of the user's may register a family."""
+    script = sys.argv[0]
+    return f"python {script}" if script.endswith(".py") and not script.endswith("__main__.py") else "rankone"
 
 
 def cores() -> int:
@@ -258,8 +286,7 @@ def load_warning(threads: int) -> str | None:
         return None
     return (
         f"Other work is using the cores (load {load:.1f}, {cores()} cores, {threads} threads asked "
-        "for): "
-        "this run will be slower."
+        "for): this run will be slower."
     )
 
 

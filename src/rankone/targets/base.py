@@ -49,12 +49,19 @@ class Target(Settings, ABC):
     def data(self, batch_size: int) -> Data:
         """What it is decomposed on: a sampler, or an iterable of batches."""
 
+    probe_in_words: ClassVar[str] = "The network is given one row of its probe at a time"
+    """What happens on the probe, as the beginning of a sentence in the report."""
+
     def probe(self) -> Tensor | None:
         """Inputs on which importances show whether a known mechanism was found, one row each."""
         return None
 
     def truth(self) -> dict[str, tuple[Pattern, int]]:
-        """The pattern of importances that each layer must show on the probe, where it is known."""
+        """The pattern of importances that each layer must show on the probe, where it is known.
+
+        `("identity", n)`: each of the n rows has a subcomponent of its own; `("dense", k)`: k
+        subcomponents serve many rows each.
+        """
         return {}
 
     def check(self, model: nn.Module) -> tuple[bool, dict[str, float]]:
@@ -128,9 +135,8 @@ class TrainableTarget(Target):
         if self.sha256 not in (None, fingerprint(model)):
             raise TargetError(
                 f"The target in {path.name} has SHA-256 {fingerprint(model)}, but the config pins "
-                f"{self.sha256}. Use the pinned weights, or set target.sha256 to the new "
-                "fingerprint if the "
-                "change is intended."
+                f"{self.sha256}. Use the pinned weights, or set target.sha256 to the new fingerprint if "
+                "the change is intended."
             )
         return model.eval()
 
@@ -161,7 +167,6 @@ def train_until_good(
         if good:
             return
     raise TargetError(
-        f"None of the {tries} networks trained with seeds {seed} to {seed + tries - 1} passed the "
-        "check of a "
-        "good target. Try another --seed, or look at target.training."
+        f"None of the {tries} networks trained with seeds {seed} to {seed + tries - 1} passed the check "
+        "of a good target. Try another --seed, or look at target.training."
     )

@@ -164,11 +164,9 @@ class ResidualTarget(SparseTarget):
             Picture(
                 "contributions",
                 "Neuron contributions",
-                "How much each neuron contributes to computing the first ten features: in the "
-                "target, and "
-                "in the subcomponent of W_in that contributes most. Where the decomposition is "
-                "right, the "
-                "two look the same.",
+                "How much each neuron contributes to computing the first ten features: in the target, "
+                "and in the subcomponent of W_in that contributes most. Where the decomposition is "
+                "right, the two look the same.",
                 plots.contribution_bars(model, single, self.n_blocks),
             ),
             Picture(

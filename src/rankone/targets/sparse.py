@@ -118,6 +118,8 @@ class SparseTarget(TrainableTarget):
     def data(self, batch_size: int) -> SparseFeatures:
         return SparseFeatures(self.n_features, self.feature_probability, batch_size, self.lowest)
 
+    probe_in_words: ClassVar[str] = "Each input feature is switched on by itself, at 0.75"
+
     def probe(self) -> Float[Tensor, "features features"]:
         """One one-hot row per feature, at three quarters of its range."""
         return 0.75 * torch.eye(self.n_features)
