@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from rankone import DecompositionConfig, Loss, RankoneError, register_loss
-from rankone.config import OptimizerSettings, learning_rate
+from rankone.config import OptimizerSettings
 from rankone.errors import ConfigError, near_matches, printable, shown
 from rankone.losses import LOSSES
+from rankone.optim import learning_rate
 from rankone.runs.config import RunConfig
 from rankone.settings import (
     Registry,

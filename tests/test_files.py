@@ -33,7 +33,6 @@ from rankone.files import (
     sealed_bytes,
     sha256,
     write_atomic,
-    write_json,
 )
 
 PINNED = sorted((Path(rankone.__file__).parent / "targets" / "pinned").glob("*.safetensors"))
@@ -355,7 +354,7 @@ def test_any_header_gives_tensors_or_an_error_by_name(tmp_path, header, data):
 
 
 def test_json_and_text(tmp_path):
-    write_json(tmp_path / "x.json", {"ä": [1.5, None]})
+    RunDirectory.claim(tmp_path / "d").write_json("x.json", {"ä": [1.5, None]})
     assert read_json(tmp_path / "x.json") == {"ä": [1.5, None]}
     assert read_text(tmp_path / "x.json") == '{\n  "ä": [\n    1.5,\n    null\n  ]\n}\n'
     (tmp_path / "x.json").write_text('"\\ud83d\\ude00"')

@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 import rankone
-from conftest import small_mlp, uniform
+from conftest import rankone_main, small_mlp, uniform
 from rankone import DecompositionConfig, RankoneError
-from rankone.files import fingerprint
+from rankone.files import RunDirectory, fingerprint
+from rankone.importance import IMPORTANCES, JointImportance
+from rankone.losses import LOSSES, mse
+from rankone.step import Penalty
+from rankone.train import ENGINES
 
 CONFIG = DecompositionConfig(
     steps=12, log_every=4, checkpoint_every=4, importance={"options": {"d_gate": 4}}, keep_checkpoints=3
@@ -281,3 +285,114 @@ def test_saving_over_an_old_artifact_is_all_or_nothing(tmp_path):
         if finished:
             break
     assert seen == {0, 1}
+
+
+# What a review of the mended version found.
+
+
+@pytest.mark.parametrize("engine", ["exact", "fast"])
+def test_a_loss_that_looks_without_gradients_takes_none_from_the_others(engine):
+    class Peeking(rankone.Loss):
+        coefficient: float = 1e-30
+
+        def value(self, step):
+            with torch.no_grad():
+                step.distance(step.output(step.masks("stochastic", 0)))
+            return step.penalty(Penalty(1.0))
+
+    others = {name: LOSSES[name]() for name in ("stochastic_recon", "stochastic_recon_layerwise")}
+    gradients = []
+    for terms in (others, {"peeking": Peeking(), **others}):
+        model = rankone.DecomposedModel(small_mlp(), LAYERS)
+        total, _ = ENGINES[engine](
+            model, torch.rand(200, 4, generator=torch.Generator().manual_seed(0)), terms, mse
+        ).total()
+        gradients.append(torch.autograd.grad(total, list(model.trained().values())))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_buffer_that_is_not_a_number_is_left_alone_and_a_failed_pass_changes_nothing():
+    target = small_mlp()
+    target.register_buffer("unused", torch.tensor(float("nan")))
+    rankone.decompose(target, uniform(), LAYERS, {"steps": 1})
+
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            raise RuntimeError("as planned")
+
+    fails = Fails().eval()
+    with pytest.raises(RankoneError, match="as planned"):
+        rankone.decompose(fails, uniform(), {"a": 3}, CONFIG)
+    assert fails.calls == 0
+
+
+@pytest.mark.parametrize("engine", ["exact", "fast"])
+def test_one_number_per_datapoint_with_row_weights(engine):
+    target = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).eval()
+    batch = rankone.WeightedBatch(torch.rand(100, 4), torch.rand(100))
+    distance = {"divergence": lambda a, b: (a - b).square()}
+    result = rankone.decompose(target, [batch], {"0": 3}, {"steps": 2, "engine": engine}, **distance)
+    assert len(result.history) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1.5, r"The loss 'odd' is 1.5; `value` must return a tensor"),
+        (torch.ones(3), r"The loss 'odd' is tensor"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_named(value, message):
+    class Odd(rankone.Loss):
+        coefficient: float = 1.0
+
+        def value(self, step):
+            return value
+
+    with pytest.raises(RankoneError, match=message):
+        ENGINES["exact"](
+            rankone.DecomposedModel(small_mlp(), LAYERS), torch.rand(5, 4), {"odd": Odd()}, mse
+        ).total()
+
+
+def test_a_joint_importance_function_must_answer_for_every_layer():
+    class Forgetful(JointImportance):
+        def __init__(self, shapes, generator):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(()))
+
+        def forward(self, layers):
+            return {"0": layers["0"].inner * self.w}
+
+    rankone.register_importance("forgetful")(Forgetful)
+    try:
+        with pytest.raises(RankoneError, match=r"Forgetful returned .*expected one raw importance for each"):
+            rankone.decompose(
+                small_mlp(), uniform(), LAYERS, {"steps": 1, "importance": {"kind": "forgetful"}}
+            )
+    finally:
+        del IMPORTANCES["forgetful"]
+
+
+def test_train_target_replaces_no_file_of_the_users(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        rankone_main(["train-target", "tms_5-2", "--out", "thesis.txt"])
+    assert "thesis.txt exists already" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_directory_that_holds_something_else_of_ours_is_refused(tmp_path, capsys):
+    RunDirectory.claim(tmp_path / "redrawn").write("figures/a.svg", "<svg/>")
+    with pytest.raises(SystemExit):
+        rankone_main(["run", "tms_5-2", "--steps", "2", "--out", str(tmp_path / "redrawn")])
+    assert "holds something else that rankone made" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "redrawn/figures/a.svg").read_text() == "<svg/>"

@@ -71,8 +71,11 @@ def refuse_other_run(
         raise CheckpointError(
             f"{name} belongs to another target network (its weights differ); nothing was loaded."
         )
-    # What older versions did not know has its default now; how a run is described does not matter
-    # to it.
+    if set(meta["config"]) - set(type(config).model_fields):
+        raise CheckpointError(
+            f"{name} is of a run of the command line. Resume it with: rankone run DIRECTORY --resume"
+        )
+    # What older versions did not know has its default now; how a run is described does not matter.
     earlier = validated(type(config), meta["config"], source=name)
     before, now = (c.model_dump(mode="json", exclude=set(c.descriptive)) for c in (earlier, config))
     changed = differences(

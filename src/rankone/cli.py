@@ -1,6 +1,6 @@
 """The command line: a table of plain functions.
 
-Settings are put together in runs/, work is done and shown by console.py; a command here only says
+Settings are put together in runs/, work is done by watch.py and shown by console.py; a command here only says
 which. `main` turns every expected failure into one readable message and an exit code; anything else
 is a bug and keeps its traceback.
 """
@@ -18,13 +18,13 @@ from cyclopts import App, CycloptsError, Parameter
 from rankone import __version__, console, watch
 from rankone.diagnose import diagnose as find_faults
 from rankone.errors import ConfigError
-from rankone.files import RunDirectory
+from rankone.files import RunDirectory, load_sealed
 from rankone.paper.figures import make
 from rankone.paper.plan import runs_for
 from rankone.report.page import can_report, write_report
 from rankone.runs.config import PRESETS, RunConfig, experiment_config, experiment_file, experiment_names
 from rankone.runs.kept import kept_runs
-from rankone.runs.run import evaluate_again, evaluate_run, load_run, read_config
+from rankone.runs.run import allowed_threads, evaluate_again, evaluate_run, load_run, read_config
 from rankone.settings import fields, to_yaml
 from rankone.targets import save_target, train_until_good, trainable
 
@@ -220,13 +220,17 @@ def train_target(experiment: Experiment, /, *, seed: int | None = None, out: Any
     """
     config = experiment_config(experiment)
     target = trainable(config.target)
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(allowed_threads(config.threads))
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists already; choose a new file.")
     for attempt, model, loss, good, numbers in train_until_good(
         target, target.first_seed if seed is None else seed
     ):
         console.print_attempt(attempt, loss, good, numbers)
         if good:
             path = out or Path("targets") / f"{config.experiment}-seed{attempt}.safetensors"
+            if path.exists():
+                load_sealed(path)  # only what is a file of ours is replaced
             sha = save_target(path, model, target, attempt)
             console.say(
                 f"Wrote {path}\nSHA-256 {sha}{', the same as the pinned target' * (sha == target.sha256)}"

@@ -33,7 +33,7 @@ from rich.text import Text
 
 from rankone.diagnose import Diagnosis
 from rankone.errors import RankoneError
-from rankone.fast.compiled import WITHOUT_NUMBA, MissingKernels, kernels
+from rankone.fast.compiled import MissingKernels, kernels
 from rankone.metrics import wilson
 from rankone.metrics_log import Progress
 from rankone.paper.figures import Reproduction
@@ -303,10 +303,10 @@ def print_notes(config: RunConfig) -> None:
             "Note: matplotlib or jinja2 is missing, so there will be no figures and no report. "
             "pip install 'rankone[report]'"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MissingKernels)
-        if config.engine == "fast" and kernels() is None:
-            note(f"Note: {WITHOUT_NUMBA}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MissingKernels)
+        if config.engine == "fast" and kernels() is None and caught:
+            note(f"Note: {caught[-1].message}")
 
 
 def print_experiments(rows: Iterable[Sequence[str]]) -> None:

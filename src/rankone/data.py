@@ -155,6 +155,10 @@ def check_batch(batch: Batch) -> None:
     if not isinstance(batch, WeightedBatch):
         return
     weights = batch.weights
+    if not isinstance(weights, Tensor) or weights.dim() != 1:
+        raise BatchError(
+            f"The weights of a WeightedBatch are a {type(weights).__name__}; expected a tensor, one per row."
+        )
     for where, tensor in _tensors(inputs_of(batch)):
         if tensor.dim() and tensor.shape[0] != weights.shape[0]:
             raise BatchError(

@@ -7,6 +7,7 @@ and `decomposition.json`, which says the latter to people. It never holds the ta
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -197,14 +198,17 @@ def decompose(
 ) -> Decomposition:
     """Decompose the weight matrices of a trained model into rank-one subcomponents.
 
-    model       any nn.Module, in eval mode; it is not altered data        an iterable of batches,
-    or a function that draws a batch from a torch.Generator layers      name patterns of the layers
-    to decompose -> number of subcomponents C config      the settings, as an object or a plain
-    mapping; defaults are the paper's for TMS 5-2 output      how to get the tensor to compare from
-    what the model returns: name, index or function divergence  a function (masked output, target
-    output) -> number per datapoint, instead of config.divergence out         a directory for
-    metrics.jsonl, checkpoints/ and decomposition/; without it nothing is written resume      go on
-    from the newest checkpoint in `out` observer    called with a Progress at every log step
+    model       any nn.Module, in eval mode; it is not altered
+    data        an iterable of batches, or a function that draws a batch from a torch.Generator
+    layers      name patterns of the layers to decompose -> number of subcomponents C
+    config      the settings, as an object or a plain mapping; defaults are the paper's for TMS 5-2
+    output      how to get the tensor to compare from what the model returns: name, index, function
+    divergence  a function (masked output, target output) -> number per datapoint, instead of
+                config.divergence
+    out         a directory for metrics.jsonl, checkpoints/ and decomposition/; without it nothing is
+                written
+    resume      go on from the newest checkpoint in `out`
+    observer    called with a Progress at every log step
     """
     if not isinstance(layers, Mapping):
         raise ConfigError(
@@ -216,11 +220,13 @@ def decompose(
     if resume and out is None:
         raise ConfigError("resume=True needs out=, the directory of the run to resume.")
     decomposed = build(model, layers, config, output)
-    if out is None:
-        return train(decomposed, data, config, divergence=divergence, observer=observer)
-    directory = RunDirectory.claim(out)
-    with directory.lock():
-        if not resume and (checkpoint_names(directory) or directory.sub("decomposition").exists()):
+    directory = None if out is None else RunDirectory.claim(out)
+    with nullcontext() if directory is None else directory.lock():
+        if (
+            directory is not None
+            and not resume
+            and (directory.sub("decomposition").exists() or checkpoint_names(directory))
+        ):
             raise CheckpointError(
                 f"{directory.path} already holds a run. Pass resume=True to go on with it, or "
                 "choose another out=."
@@ -268,9 +274,10 @@ def load(
     path = Path(path)
     if (path / "manifest.json").exists():  # it is not needed, but where it is, it knows of changes
         directory = RunDirectory.open(path)
-        for name in (COMPONENTS, DESCRIPTION):
-            directory.read(name)
-    tensors, info = load_sealed(path / COMPONENTS)
+        directory.read(DESCRIPTION)
+        tensors, info = directory.read_sealed(COMPONENTS)
+    else:
+        tensors, info = load_sealed(path / COMPONENTS)
     if info.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {info.get('format')!r}; this version of rankone ({version('rankone')}) "
@@ -292,6 +299,11 @@ def load(
     decomposed = build(model, {name: layer["C"] for name, layer in info["layers"].items()}, config, getter)
     with torch.no_grad():
         for name, tensor in decomposed.named_tensors().items():
+            if name not in tensors or tensors[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"{path} has no {name} of shape {tuple(tensor.shape)}: a class that it was "
+                    "made with has changed."
+                )
             tensor.copy_(tensors[name])
     history = parse_metrics(tensors[HISTORY].numpy().tobytes(), str(path))
     return Decomposition(decomposed, config, history, divergence=divergence)

@@ -55,10 +55,6 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     _put(path, secrets.token_hex(8), _as_bytes(content))
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, _json_text(value))
-
-
 def read_text(path: Path) -> str:
     return _decode(_read(path, _LONGEST_FILE), path)
 

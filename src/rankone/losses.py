@@ -18,6 +18,7 @@ from jaxtyping import Float
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from rankone.errors import TrainingError
 from rankone.settings import Coefficient, Registry, Settings
 from rankone.step import Divergence, Penalty, Step, faithfulness
 
@@ -84,6 +85,10 @@ class Reconstruction(Loss):
 
     def value(self, step: Step) -> Float[Tensor, ""]:
         distances = [step.distance(output) for output in step.outputs(self.mask, self.routing, self.samples)]
+        if not distances:
+            raise TrainingError(
+                f"The routing {self.routing!r} made no pass at all; it must yield at least one."
+            )
         return distances[0] if len(distances) == 1 else torch.stack(distances).mean()
 
 

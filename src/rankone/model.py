@@ -108,10 +108,11 @@ class DecomposedLayer(nn.Module):
         U, V = (identity, W) if W.shape[0] <= W.shape[1] else (W, identity)
         if not same(dense(self.adapter.write(self.adapter.read(x, V), U)), dense(output)):
             raise LayerError(
-                f"Layer {self.name!r} ({type(self.adapter.module).__name__}) does not just multiply by its "
-                f"matrix and add its bias: {type(self.adapter).__name__}.write(read(x)) is something else than "
-                "its output. A subclass or a patched forward may do more, or an Adapter of your own may forget "
-                "the bias. Leave the layer out, or register an Adapter for its type that says what it does."
+                f"Layer {self.name!r} ({type(self.adapter.module).__name__}) does not just multiply by "
+                f"its matrix and add its bias: {type(self.adapter).__name__}.write(read(x)) is "
+                "something else than its output. A subclass or a patched forward may do more, or an "
+                "Adapter of your own may forget the bias. Leave the layer out, or register an Adapter "
+                "for its type that says what it does."
             )
 
 
@@ -211,11 +212,20 @@ class DecomposedModel(nn.Module):
         for name, layer in self.layers.items():
             named |= {f"{name}.{key}": p for key, p in layer.subcomponents.named_parameters()}
             named |= {key: t for key, t in importance.items() if key.startswith(f"{name}.importance.")}
-        return named | importance
+        named |= importance
+        if len(named) < len(importance) + len(self.factors()):
+            raise LayerError(
+                "A layer and a parameter of the importance function have the same name. Rename one."
+            )
+        return named
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Every trained parameter: `named_tensors` without buffers."""
-        return {name: t for name, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
+        return {
+            name: t
+            for name, t in self.named_tensors().items()
+            if isinstance(t, nn.Parameter) and t.requires_grad
+        }
 
     @torch.no_grad()
     def clean(self, batch: Batch) -> CleanPass:
@@ -294,9 +304,16 @@ class DecomposedModel(nn.Module):
         def vectors(layer: DecomposedLayer) -> Callable[[], Tensor]:
             return lambda: layer.adapter.vectors(clean.inputs[layer.name]).to(layer.subcomponents.V.dtype)
 
-        return self.importance(
+        raw = self.importance(
             {n: LayerActivations(inner[n], vectors(layer)) for n, layer in self.layers.items()}
         )
+        shapes, expected = ({n: tuple(t.shape) for n, t in of.items()} for of in (raw, inner))
+        if shapes != expected:
+            raise LayerError(
+                f"The importance function {type(self.importance).__name__} returned {shapes}; expected "
+                f"one raw importance for each inner activation, {expected}."
+            )
+        return raw
 
     @torch.no_grad()
     def importances(self, batch: Batch) -> dict[str, Tensor]:
@@ -337,13 +354,13 @@ class DecomposedModel(nn.Module):
         C = self.layer(name).C
         if mask.values.shape[-1] != C:
             raise LayerError(
-                f"The mask for layer {name!r} has {mask.values.shape[-1]} entries in its last dimension, but the "
-                f"layer has C = {C} subcomponents."
+                f"The mask for layer {name!r} has {mask.values.shape[-1]} entries in its last "
+                f"dimension, but the layer has C = {C} subcomponents."
             )
         if mask.where is not None and mask.where.dtype != torch.bool:
             raise LayerError(
-                f"`where` in the mask for layer {name!r} is of type {mask.where.dtype}; it must be boolean, with "
-                "one entry per datapoint."
+                f"`where` in the mask for layer {name!r} is of type {mask.where.dtype}; it must be "
+                "boolean, with one entry per datapoint."
             )
 
     def forward(self, batch: Batch) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rankone.adapters import Activation, Structured, dense
 from rankone.errors import LayerError, TargetError, near_matches
+from rankone.files import digest_of
 
 OutputGetter = Callable[[Any], Tensor] | str | int | None
 """How to get the tensor to compare: a function, an attribute or key, an index, or None for the
@@ -187,12 +188,16 @@ def unchanged(target: nn.Module) -> Iterator[None]:
         return tensors
 
     before = {key: value.clone() for key, value in state().items()}
-    yield
-    changed = [key for key, value in state().items() if key in before and not torch.equal(value, before[key])]
-    if changed:
+    changed: list[str] = []
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            for key in changed:
-                state()[key].copy_(before[key])
+            for key, value in state().items():
+                if key in before and digest_of({key: value}) != digest_of({key: before[key]}):
+                    changed.append(key)
+                    value.copy_(before[key])
+    if changed:
         raise TargetError(
             f"The target changes its own state when it is run ({changed[0]}). Call model.eval() before "
             "decomposing; if it is in eval mode already, take out what counts or remembers."

@@ -60,6 +60,11 @@ class Settings(BaseModel):
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+def _place(entry: Any) -> tuple[Any, Any]:
+    """Where a class or function was defined."""
+    return getattr(entry, "__module__", None), getattr(entry, "__qualname__", entry)
+
+
 class Registry(Mapping[str, T]):
     """What a config can name, by name.
 
@@ -81,9 +86,10 @@ class Registry(Mapping[str, T]):
                 raise ConfigError(
                     f"{shown(name)} cannot name a {self.what}: use letters, digits, _ and -, at most 100."
                 )
-            if name in self._entries:
+            old = self._entries.get(name)
+            if old is not None and _place(old) != _place(entry):  # a cell that is run again is no mistake
                 raise ConfigError(
-                    f"There is already a {self.what} {name!r} ({shown(self._entries[name])}). Choose "
+                    f"There is already a {self.what} {name!r} ({shown(old)}). Choose "
                     "another name, or delete that one from its registry first."
                 )
             self._entries[name] = entry

@@ -70,7 +70,7 @@ class Step:
         self.model, self.batch, self.terms, self.divergence = model, batch, terms, divergence
         self.seed, self.index, self.progress = seed, index, progress
         self.weights = row_weights(batch)
-        self._masks: dict[tuple[str, int], Masks] = {}
+        self._masks: dict[tuple[str, int, bool], Masks] = {}
         self.clean = model.clean(batch)
         self.inner = model.inner(self.clean)
         self.raw = self.importances()
@@ -87,7 +87,7 @@ class Step:
 
     def masks(self, source: str, sample: int) -> Masks:
         """The masks of one sample, the same for every loss that asks."""
-        key = (source, sample)
+        key = (source, sample, torch.is_grad_enabled())
         if key not in self._masks:
             self._masks[key] = SOURCES.get(source)(self.raw, lambda layer: self.mask_key(layer, sample))
         return self._masks[key]

@@ -170,9 +170,9 @@ class Training:
             due = self.step % config.checkpoint_every == 0 or self.step == config.steps
             if metrics is not None and (due or stop.signum):
                 self.seconds = time.perf_counter() - began
-                name = self._save(metrics, total)
+                path = self._save(metrics, total)
                 if stop.signum and self.step < config.steps:
-                    raise Interrupted(self.step, config.steps, name, stop.signum)
+                    raise Interrupted(self.step, config.steps, path, stop.signum)
         self.seconds = time.perf_counter() - began
         self._refuse_non_finite_state()
         self.optimizer.zero_grad()
@@ -234,9 +234,9 @@ class Training:
             "C": {name: layer.C for name, layer in self.model.layers.items()},
             "config": self.config.model_dump(mode="json"),
         }
-        return save_checkpoint(
-            self.directory, tensors | self.optimizer.tensors(), meta, self.config.keep_checkpoints
-        )
+        tensors |= self.optimizer.tensors()
+        name = save_checkpoint(self.directory, tensors, meta, self.config.keep_checkpoints)
+        return str(self.directory.path / name)
 
     def _restore(self, directory: RunDirectory) -> tuple[int, str | None]:
         """Load the newest checkpoint; return how much of the metrics log belongs to it, and its digest."""

@@ -51,7 +51,7 @@ def run_one(config: RunConfig, out: Path, resume: bool) -> Summary:
         )
         raise SystemExit(READER_GONE if display.reader_gone else 128 + stop.signum) from None
     except (KeyboardInterrupt, Terminated) as stop:  # before or after training: there is nothing to save
-        note(f"\nInterrupted. {go_on}")
+        note(f"\nInterrupted. {go_on}" if (out / "config.yaml").exists() else "\nInterrupted.")
         raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)) from None
 
 
@@ -66,6 +66,9 @@ def run_seeds(config: RunConfig, out: Path | None, seeds: int, jobs: int | None,
     first, last = runs[0].config.seed, runs[-1].config.seed
     name = f"{config.experiment}-{config.preset}-seeds{first}-{last}"
     together = RunDirectory.claim(out or Path("runs") / name)
+    for one in runs:
+        if one.out.parent == together.path:
+            together.sub(one.out.name)  # refuses a link
     at_a_time = min(seeds, jobs_for(config, jobs))
     say(
         f"{_title(config)}, seeds {first} to {last}, {config.steps:,} steps, {at_a_time} at a time, "
@@ -107,6 +110,9 @@ def make_missing(specs: Sequence[RunSpec], out: Path, jobs: int | None) -> bool:
     say(f"{len(specs)} runs are needed, {len(specs) - len(missing)} are there.")
     if not missing:
         return True
+    for one in missing:
+        for folder in ("work", "runs"):
+            RunDirectory.open(out).sub(f"{folder}/{one.label}")  # refuses a link
     at_a_time = min(len(missing), jobs_for(missing[0].config, jobs))
     stopped = _run_all(missing, at_a_time, resume=True, observer=keeper(specs, out))
     if stopped:

@@ -136,7 +136,9 @@ class Factored(Structured):
         return other + self._formed()
 
     def __matmul__(self, other: Tensor) -> Tensor:
-        return F.linear(self, other.T) if other.dim() == 2 else self.dense() @ other  # pyright: ignore[reportArgumentType]
+        if other.dim() != 2:
+            return self.dense() @ other
+        return F.linear(self, other.T)  # pyright: ignore[reportArgumentType] (see __torch_function__)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -161,8 +163,8 @@ class Factored(Structured):
 
 
 _OPERATORS = (
-    "mul rmul sub rsub truediv rtruediv floordiv mod pow rpow neg abs eq ne lt le gt ge getitem len bool "
-    "iter rmatmul"
+    "mul rmul sub rsub truediv rtruediv floordiv mod pow rpow neg abs eq ne lt le gt ge getitem len "
+    "bool iter rmatmul"
 )
 
 for _name in _OPERATORS.split():
@@ -185,7 +187,9 @@ class FactoredLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, input: Float[Tensor, "*lead in"]) -> Factored:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input: Float[Tensor, "*lead in"]
+    ) -> Factored:
         return Factored((input, self.weight))
 
 

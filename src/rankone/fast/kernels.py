@@ -144,7 +144,7 @@ def _forward(
     """Raw importances, stochastic masks and masked inner activations from inner activations h.
 
     All are `[C, rows]`. `penalty[c]` becomes the sum over rows of row_weights times the penalty of
-    upper_leaky(raw) (see gates.Penalty). Also fills in what the way back needs: the slope of the
+    upper_leaky(raw) (see step.Penalty). Also fills in what the way back needs: the slope of the
     gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart
     they are (`width`) and how many there are (`nodes`; 0 where none are used, and then there are no
     slopes either).

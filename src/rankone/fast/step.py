@@ -34,7 +34,7 @@ class FastStep(Step):
         self._memo: Memo = {}
         self._gated: dict[str, Gated] = {}
         self._shape: Penalty | None = None
-        self._written: dict[tuple[str, int], tuple[Mask, Activation]] = {}
+        self._written: dict[tuple[str, int, bool], tuple[Mask, Activation]] = {}
         self._scaled_target: tuple[Tensor, Tensor] | None = None
         with sharing(self._memo):
             super().__init__(*args, **kwargs)
@@ -68,17 +68,20 @@ class FastStep(Step):
         }
 
     def masks(self, source: str, sample: int) -> Masks:
-        if (source, sample) != ("stochastic", 0) or (source, sample) in self._masks:
+        key = (source, sample, torch.is_grad_enabled())
+        if (source, sample) != ("stochastic", 0) or key in self._masks:
             return super().masks(source, sample)
         plain = {name: raw for name, raw in self.raw.items() if name not in self._gated}
         masks = dict(SOURCES.get(source)(plain, lambda layer: self.mask_key(layer, sample)))
         masks |= {name: Mask(gate.mask) for name, gate in self._gated.items()}
-        self._masks[source, sample] = {name: masks[name] for name in self.raw}
-        return self._masks[source, sample]
+        self._masks[key] = {name: masks[name] for name in self.raw}
+        return self._masks[key]
 
     def output(self, masks: Masks) -> Tensor:
         """Up to the first masked layer a pass is the clean one, and that layer's input is the clean
         one."""
+        for name, mask in masks.items():
+            self.model.check_mask(name, mask)
         order = list(self.clean.inputs)
         first = min((order.index(name) for name in masks), default=len(order))
         outputs = {name: self.clean.outputs[name] for name in order[:first] if name in self.clean.outputs}
@@ -86,12 +89,11 @@ class FastStep(Step):
             name = order[first]
             mask = masks[name]
             if mask.where is None and mask.delta is None:
-                self.model.check_mask(name, mask)
                 outputs[name] = self._first_output(name, mask)
         return self.model.masked(self.batch, masks, outputs)
 
     def _first_output(self, name: str, mask: Mask) -> Activation:
-        key = (name, id(mask.values))
+        key = (name, id(mask.values), torch.is_grad_enabled())
         if key in self._written:
             return self._written[key][1]
         gate = self._gated.get(name)
@@ -102,7 +104,11 @@ class FastStep(Step):
         return output
 
     def distance(self, output: Tensor) -> Float[Tensor, ""]:
-        if self.divergence is not mse or output.dtype not in (torch.float32, torch.float64):
+        if (
+            self.divergence is not mse
+            or output.dim() < 2
+            or output.dtype not in (torch.float32, torch.float64)
+        ):
             return super().distance(output)
         # The same number in as few operations as there can be: in a small network they are what costs.
         if self.weights is None:

@@ -109,7 +109,7 @@ def draw(config: RunConfig, result: Decomposition, evaluation: Evaluation, summa
 
 def _file_name(name: str) -> str:
     """A file for a picture, whatever characters its layer's name has."""
-    return re.sub(r"[^\w.+-]", "_", name)[:150] + ".svg"
+    return re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)[:150] + ".svg"
 
 
 def _inline(svg: str) -> str:

@@ -264,7 +264,7 @@ def experiment_config(
     else:
         values = preset_values(name_or_path, preset or "default")
     for assignment in assignments:
-        if assignment.partition("=")[0] in RunConfig.descriptive:
+        if assignment.partition("=")[0].split(".")[0] in RunConfig.descriptive:
             hint = (
                 "Use --preset."
                 if assignment.startswith("preset")

@@ -63,7 +63,7 @@ def seed_runs(config: RunConfig, seeds: int, out: Path | None = None) -> list[Pa
     """The same run with as many seeds, from the config's on, each in its own directory."""
     first = config.seed
     configs = [
-        config.model_copy(update={"seed": seed})
+        RunConfig.model_validate(config.model_dump(mode="json") | {"seed": seed})
         for seed in range(first, first + bounded("--seeds", seeds, MOST_SEEDS))
     ]
     return [

@@ -59,6 +59,11 @@ def run(
     with directory.lock():
         if not resume:
             refuse_existing(out)
+        if not directory.has(CONFIG) and directory.names():
+            raise CheckpointError(
+                f"{out} holds something else that rankone made ({directory.names()[0]}). Choose another "
+                "directory with --out."
+            )
         stored = read_config(directory) if resume and directory.has(CONFIG) else None
         config = with_threads(config, stored, say)
         if stored is not None:
@@ -121,7 +126,7 @@ def load_run(path: Path) -> LoadedRun:
             "--resume"
         )
     directory.read(METRICS)  # verifies it
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(allowed_threads(config.threads))
     target = config.target.load()
     if summary is not None:
         if summary.decomposition_sha256 != decomposition_sha256(directory):
@@ -182,7 +187,8 @@ def refuse_senseless_truth(target: Target, model: DecomposedModel) -> None:
             raise TargetError("truth() is a pattern of importances on the probe, but probe() gives none.")
         if pattern == "identity" and k != len(probe):
             raise TargetError(
-                f"truth() says ('identity', {k}) of {name!r}, but the probe has {len(probe)} rows: there must be as many."
+                f"truth() says ('identity', {k}) of {name!r}, but the probe has {len(probe)} rows: "
+                "there must be as many."
             )
 
 
