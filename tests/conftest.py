@@ -40,3 +40,30 @@ def rankone_main(words):
     except SystemExit as stop:
         if stop.code:
             raise
+
+
+SLOW = (
+    "test_diagnose.py",
+    "test_fuzz.py",
+    "test_kernels.py",
+    "test_kill.py",
+    "test_many.py",
+    "test_readme.py",
+    "test_reproduce.py",
+    "test_targets.py",
+    "test_cli.py::test_every_shipped_experiment_runs",
+    "test_cli.py::test_an_ascii_locale_costs_letters_and_not_a_run",
+    "test_cli.py::test_a_reader_that_goes_away_costs_no_work",
+    "test_fast.py::test_losses_and_gradients_of_the_papers_runs",
+    "test_files.py::test_a_kill_at_every_system_call",
+    "test_locks.py::test_saving_over_an_old_artifact_is_all_or_nothing",
+    "test_train.py::test_training_makes_the_loss_smaller",
+)
+"""Files, and single tests, that train, compile, kill or fuzz: `-m "not slow"` leaves them out."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
