@@ -355,6 +355,7 @@ def test_any_header_gives_tensors_or_an_error_by_name(tmp_path, header, data):
 
 def test_json_and_text(tmp_path):
     RunDirectory.claim(tmp_path / "d").write_json("x.json", {"ä": [1.5, None]})
+    write_atomic(tmp_path / "x.json", (tmp_path / "d/x.json").read_bytes())
     assert read_json(tmp_path / "x.json") == {"ä": [1.5, None]}
     assert read_text(tmp_path / "x.json") == '{\n  "ä": [\n    1.5,\n    null\n  ]\n}\n'
     (tmp_path / "x.json").write_text('"\\ud83d\\ude00"')

@@ -130,9 +130,7 @@ def test_resuming_with_other_data_or_kernels_is_refused(tmp_path, monkeypatch):
     def shifted(generator):
         return 1 + uniform()(generator)
 
-    with pytest.raises(
-        RankoneError, match=r"step-000000008.* on other data: the first batch is not the same"
-    ):
+    with pytest.raises(RankoneError, match=r"step-000000008.* on other data: its batches are not the same"):
         rankone.decompose(small_mlp(), shifted, LAYERS, CONFIG, out=tmp_path, resume=True)
     with monkeypatch.context() as patch:
         patch.setattr("rankone.train.kernels_digest", lambda: "f" * 64)
@@ -396,3 +394,65 @@ def test_a_directory_that_holds_something_else_of_ours_is_refused(tmp_path, caps
         rankone_main(["run", "tms_5-2", "--steps", "2", "--out", str(tmp_path / "redrawn")])
     assert "holds something else that rankone made" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "redrawn/figures/a.svg").read_text() == "<svg/>"
+
+
+# What a second attack found.
+
+
+def test_data_that_differs_only_later_is_noticed(tmp_path):
+    torch.manual_seed(0)
+    data = [torch.rand(16, 4) for _ in range(30)]
+    with pytest.raises(Crash):
+        rankone.decompose(small_mlp(), data, LAYERS, CONFIG, out=tmp_path, observer=crash)
+    with pytest.raises(RankoneError, match="other data: its batches are not the same"):
+        rankone.decompose(
+            small_mlp(), [data[0], *(3 * x for x in data[1:])], LAYERS, CONFIG, out=tmp_path, resume=True
+        )
+    rankone.decompose(small_mlp(), data, LAYERS, CONFIG, out=tmp_path, resume=True)
+
+
+def test_the_users_own_calls_meanwhile_are_calls_of_the_original():
+    target = small_mlp()
+    x = torch.rand(50, 4)
+    expected = target(x)
+    stop, outputs = threading.Event(), []
+
+    def call():
+        with torch.no_grad():
+            while not stop.is_set():
+                outputs.append(target(x))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    rankone.decompose(target, uniform(rows=200), LAYERS, {"steps": 60})
+    stop.set()
+    thread.join()
+    assert len(outputs) > 20
+    assert all(torch.equal(y, expected) for y in outputs)
+
+
+def test_a_file_that_was_changed_by_hand_is_neither_replaced_nor_deleted(tmp_path):
+    directory = RunDirectory.claim(tmp_path / "d")
+    directory.write("report.html", "ours")
+    (tmp_path / "d/report.html").write_text("with notes of mine")
+    with pytest.raises(
+        RankoneError, match=r"report.html was changed after rankone wrote it, so it is not replaced"
+    ):
+        directory.write("report.html", "ours again")
+    directory.remove("report.html")
+    assert (tmp_path / "d/report.html").read_text() == "with notes of mine"
+
+
+def test_a_finished_run_whose_files_were_changed_is_not_called_complete(tmp_path, capsys):
+    words = ["run", "tms_5-2", "--steps", "12", "batch_size=64", "log_every=3", "--out", str(tmp_path / "r")]
+    rankone_main(words)
+    for name in ("metrics.jsonl", "decomposition/components.safetensors", "decomposition/decomposition.json"):
+        path = tmp_path / "r" / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-2] + b"x\n")
+        with pytest.raises(SystemExit):
+            rankone_main(["run", str(tmp_path / "r"), "--resume"])
+        assert path.name in capsys.readouterr().err
+        path.write_bytes(content)
+    rankone_main(["run", str(tmp_path / "r"), "--resume"])
+    assert "already complete" in capsys.readouterr().out

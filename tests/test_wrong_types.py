@@ -16,6 +16,7 @@ attempts = {
     "model": lambda: rankone.decompose(None, data, {"0": 2}, good),
     "config": lambda: rankone.decompose(model, data, {"0": 2}, [1]),
     "data": lambda: rankone.decompose(model, 3, {"0": 2}, good),
+    "none": lambda: rankone.decompose(model, [torch.rand(3, 4), None], {"0": 2}, {"steps": 3}),
     "batch": lambda: rankone.decompose(model, ["text"], {"0": 2}, good),
     "keep": lambda: result.ablated({"0": 3}),
     "C": lambda: rankone.decompose(model, data, {"0": "many"}, good),
@@ -38,5 +39,6 @@ def test_each_is_explained():
     assert "config: expected a mapping of settings, got list" in said["config"]
     assert "data is a int; expected an iterable of batches" in said["data"]
     assert "A batch is a str" in said["batch"]
+    assert "A batch is a NoneType" in said["none"]
     assert "keep['0'] is 3; expected the indices of subcomponents, such as [3]" in said["keep"]
     assert "asks for C = 'many' subcomponents" in said["C"]

@@ -88,9 +88,10 @@ def refuse_other_run(
             f"{'; '.join(changed)}. "
             "Resume with the run's own settings, or start a new run in another directory."
         )
-    if meta["first_batch"] != identity["first_batch"]:
+    other = meta["first_batch"] != identity["first_batch"]
+    if other or identity["last_batch"] not in (None, meta["last_batch"]):
         raise CheckpointError(
-            f"{name} was written by a run on other data: the first batch is not the same. Resume with "
+            f"{name} was written by a run on other data: its batches are not the same. Resume with "
             "the data of the run, or start a new run in another directory."
         )
     if meta["kernels"] != identity["kernels"]:

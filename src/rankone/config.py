@@ -108,7 +108,7 @@ class DecompositionConfig(Settings):
     """Steps between records in metrics.jsonl."""
     checkpoint_every: Count = 1000
     """Steps between checkpoints, where a run directory is kept."""
-    keep_checkpoints: Count = 2
+    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 2
     """How many of the newest checkpoints stay on disk."""
 
     @model_validator(mode="after")

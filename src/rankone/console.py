@@ -121,7 +121,9 @@ def explanation(error: Exception) -> str | None:
     """What to tell a user about an error; None for one that nobody expects."""
     if isinstance(error, RankoneError | CycloptsError):
         return str(error)
-    if isinstance(error, MemoryError) or "not enough memory" in str(error):
+    if isinstance(error, MemoryError) or any(
+        text in str(error) for text in ("not enough memory", "allocate memory")
+    ):
         return (
             "There is not enough memory for this. Make `batch_size`, the numbers of subcomponents in "
             "`layers`, or the target smaller."

@@ -221,6 +221,9 @@ def first_batch_digest(data: Any, seed: int) -> str | None:
     return first if first == again else None
 
 
+_END: Any = object()
+
+
 def _cycled(data: Iterable[Batch], seed: int, start: int, stream: str) -> Iterator[Batch]:
     step = 0
     while True:
@@ -234,8 +237,8 @@ def _cycled(data: Iterable[Batch], seed: int, start: int, stream: str) -> Iterat
         while True:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed_for(seed, stream, step))
-                batch = next(iterator, None)
-            if batch is None:
+                batch = next(iterator, _END)
+            if batch is _END:
                 break
             step += 1
             if step > start:

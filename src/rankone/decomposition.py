@@ -25,7 +25,7 @@ from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
 from rankone.masks import Mask
 from rankone.metrics_log import Observer, Record, parse_metrics
 from rankone.model import DecomposedModel
-from rankone.patching import OutputGetter
+from rankone.patching import OutputGetter, refuse_unusable
 from rankone.settings import validated
 from rankone.step import Divergence
 from rankone.train import Training
@@ -217,6 +217,8 @@ def decompose(
         )
     if not isinstance(config, DecompositionConfig):
         config = validated(DecompositionConfig, config or {}, source="config")
+    if divergence is not None and not callable(divergence):
+        raise ConfigError(f"divergence is {divergence!r}; pass a function, or name one in the config.")
     if resume and out is None:
         raise ConfigError("resume=True needs out=, the directory of the run to resume.")
     decomposed = build(model, layers, config, output)
@@ -272,6 +274,7 @@ def load(
     If it was made with functions of your own as `output=` or `divergence=`, pass them again.
     """
     path = Path(path)
+    refuse_unusable(model)
     if (path / "manifest.json").exists():  # it is not needed, but where it is, it knows of changes
         directory = RunDirectory.open(path)
         directory.read(DESCRIPTION)

@@ -6,6 +6,7 @@ in it. Overriding `forward` rather than hooking it means that a replaced layer c
 that the user's own hooks go on working.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -371,9 +372,14 @@ class DecomposedModel(nn.Module):
     def _run(self, run: Callable[[], Any], forwards: Mapping[str, Callable[..., Any]]) -> Any:
         """`run()` with these forwards in place; each must be called exactly once."""
         calls: list[str] = []
+        thread = threading.get_ident()
 
         def counted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            original = self.layers[name].adapter.module.forward
+
             def call(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != thread:  # the user's own call of the model meanwhile
+                    return original(*args, **kwargs)
                 calls.append(name)
                 return forward(*args, **kwargs)
 

@@ -43,10 +43,10 @@ def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, i
     for pattern, C in patterns.items():
         if not isinstance(pattern, str) or not pattern:
             raise LayerError(f"{pattern!r} is no name pattern; write the name of a layer, or '*' for all.")
-        if isinstance(C, bool) or not isinstance(C, int) or C < 1:
+        if isinstance(C, bool) or not isinstance(C, int) or not 1 <= C <= 10**6:
             raise LayerError(
                 f"Pattern {pattern!r} asks for C = {C!r} subcomponents; C must be a whole number "
-                "of at least 1."
+                "of at least 1 (and at most a million)."
             )
         hits = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
         matrices = [n for n in hits if n == pattern or _owns_matrix(modules[n])]

@@ -27,7 +27,7 @@ from rankone.checkpoint import (
 )
 from rankone.components import DATA_INITS
 from rankone.config import DecompositionConfig
-from rankone.data import Data, batches, first_batch_digest, to_device
+from rankone.data import Data, batch_digest, batches, first_batch_digest, to_device
 from rankone.errors import RankoneError, TrainingError
 from rankone.fast.compiled import kernels_digest
 from rankone.fast.step import FastStep
@@ -154,7 +154,8 @@ class Training:
         last_time, last_step = time.perf_counter(), self.step
         while self.step < config.steps:
             index = self.step
-            step, total, terms = self.take_step(index, to_device(next(stream), self.model.device))
+            batch = next(stream)
+            step, total, terms = self.take_step(index, to_device(batch, self.model.device))
             self.step = index + 1
             if index % config.log_every == 0 or self.step == config.steps:
                 record = self._record(step, total, terms)
@@ -170,7 +171,7 @@ class Training:
             due = self.step % config.checkpoint_every == 0 or self.step == config.steps
             if metrics is not None and (due or stop.signum):
                 self.seconds = time.perf_counter() - began
-                path = self._save(metrics, total)
+                path = self._save(metrics, total, batch)
                 if stop.signum and self.step < config.steps:
                     raise Interrupted(self.step, config.steps, path, stop.signum)
         self.seconds = time.perf_counter() - began
@@ -219,7 +220,7 @@ class Training:
             "first_batch": first_batch_digest(self.data, self.config.seed),
         }
 
-    def _save(self, metrics: MetricsLog, total: Tensor) -> str:
+    def _save(self, metrics: MetricsLog, total: Tensor, batch: Any) -> str:
         assert self.directory is not None
         self._refuse_non_finite(self.step - 1, total)
         self._refuse_non_finite_state()
@@ -228,6 +229,7 @@ class Training:
         meta = self.identity | {
             "step": self.step,
             "seconds": self.seconds,
+            "last_batch": batch_digest(batch),
             "metrics_bytes": metrics_bytes,
             "metrics_sha256": metrics_sha256,
             "threads": torch.get_num_threads(),
@@ -246,7 +248,10 @@ class Training:
         tensors, meta = load_newest(directory)
         name = str(directory.path / names[-1])
         refuse_other_layers(self.model, name, meta)
-        refuse_other_run(name, meta, self.identity, self.config)
+        last = None
+        if self.identity["first_batch"] is not None:
+            last = batch_digest(next(batches(self.data, self.config.seed, start=meta["step"] - 1)))
+        refuse_other_run(name, meta, self.identity | {"last_batch": last}, self.config)
         # The order of summation, and with it the last bit, depends on the number of threads.
         torch.set_num_threads(meta["threads"])
         load_parameters(self.model, tensors)

@@ -34,6 +34,8 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("kernels.py")
 SEAL = "seal.json"
+TARGET_SETTINGS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+"""The settings of numba that machine code depends on, and that a loading process insists on."""
 ELEMENTS_PER_THREAD = 50_000
 """Work that pays for handing it to another thread."""
 WITHOUT_NUMBA = (
@@ -118,22 +120,32 @@ def _compiled() -> Kernels | None:
         warnings.warn(WITHOUT_NUMBA, MissingKernels, stacklevel=3)
         return None
     try:
-        root, trouble = _root()
-        directory = root / f"kernels-{_key()}"
-        try:
-            return _load(directory)
-        except _Damaged:
-            with _locked(directory):
-                return _compile_once(directory, trouble)
+        return _from_cache(*_root())
+    except Exception as error:  # whatever is wrong there, a directory of our own gives the same bits
+        first = error
+    try:
+        return _from_cache(*_private_root(f"the usual one cannot be used ({_last_line(first)})"))
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         warnings.warn(
-            f"The kernels could not be compiled or loaded ({reason[-1]}), so steps run in plain torch "
+            f"The kernels could not be compiled or loaded ({_last_line(error)}), so steps run in plain torch "
             "with exact gates: as good, several times slower.",
             MissingKernels,
             stacklevel=3,
         )
         return None
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _from_cache(root: Path, trouble: str) -> Kernels:
+    directory = root / f"kernels-{_key()}"
+    try:
+        return _load(directory)
+    except _Damaged:
+        with _locked(directory):
+            return _compile_once(directory, trouble)
 
 
 def _compile_once(directory: Path, trouble: str) -> Kernels:
@@ -161,7 +173,7 @@ def _compile_once(directory: Path, trouble: str) -> Kernels:
 
 def _run_compilers(directory: Path) -> None:
     """Compile each kernel in a process of its own, with numba's settings as they come."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_") or k in TARGET_SETTINGS}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     children = [
         subprocess.Popen(
@@ -194,8 +206,9 @@ def _sealed(directory: Path) -> dict[str, Any]:
     try:
         if trouble := _unsafe(directory):
             raise _Damaged(trouble)
+        digests = _digests(directory)
         seal = json.loads((directory / SEAL).read_text(encoding="utf-8"))
-        if seal["files"] != _digests(directory) or not isinstance(seal["digest"], str):
+        if seal["files"] != digests or not isinstance(seal["digest"], str):
             raise _Damaged(f"{directory} was changed")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise _Damaged(str(error)) from None
@@ -205,6 +218,8 @@ def _sealed(directory: Path) -> dict[str, Any]:
 def _digests(directory: Path) -> dict[str, str]:
     """SHA-256 of every file but the seal."""
     files = sorted(path for path in directory.rglob("*") if not path.is_dir() and path != directory / SEAL)
+    if not all(path.is_file() and not path.is_symlink() for path in (*files, *directory.glob(SEAL))):
+        raise _Damaged(f"{directory} holds something that is not a file")
     return {
         path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
@@ -309,6 +324,7 @@ def _key() -> str:
         hashlib.sha256(SOURCE.read_bytes()).hexdigest(), str(SOURCE), stat.st_mtime_ns, stat.st_size,
         platform.python_implementation(), sys.version, numba.__version__, llvmlite.__version__,
         platform.machine(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
+        [os.environ.get(name) for name in TARGET_SETTINGS],
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
@@ -321,8 +337,11 @@ def _root() -> tuple[Path, str]:
         trouble = _unsafe(root) or ("" if os.access(root, os.W_OK | os.X_OK) else f"{root} cannot be written")
     except OSError as error:
         trouble = f"{root} cannot be used ({error.strerror})"
-    if not trouble:
-        return root, ""
+    return (root, "") if not trouble else _private_root(trouble)
+
+
+def _private_root(trouble: str) -> tuple[Path, str]:
+    """A directory for this process alone, and why."""
     private, owner = Path(tempfile.mkdtemp(prefix="rankone-kernels-")), os.getpid()
     atexit.register(lambda: os.getpid() == owner and _remove(private))
     return private, trouble
@@ -364,7 +383,8 @@ def _locked(directory: Path) -> Iterator[None]:
     except ImportError:  # Windows: several may compile, and the first one wins
         yield
         return
-    with directory.with_suffix(".lock").open("w") as file:
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(os.open(directory.with_suffix(".lock"), flags, 0o600), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

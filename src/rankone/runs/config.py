@@ -32,6 +32,7 @@ from rankone.settings import (
 from rankone.targets import TARGETS, Target
 
 PRESETS = ("default", "paper")
+LARGEST_FILE = 1_000_000
 
 
 def _one_line(text: str) -> str:
@@ -257,6 +258,10 @@ def experiment_config(
             raise ConfigError(f"--preset chooses among the settings of an experiment; {path} has its own.")
         if not path.is_file():
             raise ConfigError(f"There is no config file {path}.")
+        if path.stat().st_size > LARGEST_FILE:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size:,} bytes; a config file has at most {LARGEST_FILE:,}."
+            )
         values = parse_config(read_text(path), source=str(path)).model_dump(mode="json")
         values["preset"] = preset_of(values)
         if values["preset"] == "custom":

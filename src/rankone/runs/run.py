@@ -69,8 +69,9 @@ def run(
         if stored is not None:
             _refuse_other_settings(out, stored, config)
         if directory.has(SUMMARY):
+            summary = load_run(directory.path).finished()  # refuses what was changed since
             say(f"{out} is already complete; nothing to do.")
-            return read_summary(directory)
+            return summary
         torch.set_num_threads(config.threads)
         model = build(config.target.load(), config.layers, config, config.getter)
         refuse_senseless_truth(config.target, model)
@@ -138,6 +139,10 @@ def load_run(path: Path) -> LoadedRun:
         return LoadedRun(directory, config, result, config.steps, summary)
     tensors, meta = load_newest(directory)
     model = build(target, config.layers, config, config.getter)
+    if meta["target"] != fingerprint(target):
+        raise CheckpointError(
+            f"{path / checkpoints[-1]} belongs to another target network (its weights differ)."
+        )
     refuse_other_layers(model, checkpoints[-1], meta)
     load_parameters(model, tensors)
     metrics = read_prefix(directory, meta["metrics_bytes"], meta["metrics_sha256"])
