@@ -5,13 +5,12 @@
 
 Both commands drive the two command lines, whatever is behind them. `bits` makes 300 steps of every
 experiment under both presets with each and compares metrics.jsonl and all factors byte for byte. `speed`
-lets them take turns, several rounds of each run, and compares the time between two checkpoints of one
-run: no start, no compilation. What is printed is a table in Markdown.
+keeps one run of each going and lets them take turns of a fraction of a second, so that whatever else the
+machine does hits both alike. What is printed is a table in Markdown.
 """
 
 import argparse
 import hashlib
-import json
 import statistics
 import subprocess
 import tempfile
@@ -55,42 +54,74 @@ def bits(programs: list[str], steps: int) -> None:
                 print(f"| {name} | {preset} | {logs} | {verdict} |", flush=True)
 
 
-def pace(out: Path) -> float:
-    """Milliseconds per step between the first and the last checkpoint of a run."""
-    points = []
-    for path in sorted((out / "checkpoints").glob("step-*")):
-        with safetensors.safe_open(path, framework="pt") as file:
-            meta = json.loads(file.metadata()["rankone"])["meta"]
-        points.append((meta["step"], meta["seconds"]))
-    (first, began), (last, ended) = points[0], points[-1]
-    return 1000 * (ended - began) / (last - first)
+WORKER = """
+import sys, time
+try:
+    from rankone.console import RunDisplay
+except ImportError:  # 0.1.0
+    from rankone.progress import RunDisplay
+from rankone.cli import main
+
+began = 0.0
+
+def turn(display, progress):
+    global began
+    print("took", time.perf_counter() - began, file=sys.stderr, flush=True)
+    sys.stdin.readline()
+    began = time.perf_counter()
+
+RunDisplay.__call__ = turn
+main(sys.argv[1:])
+"""
+"""A run that stops at every log step until it is its turn."""
+
+
+class Worker:
+    """One of the two versions, in the middle of a run."""
+
+    def __init__(self, program: str, experiment: str, block: int, out: Path) -> None:
+        words = ["run", experiment, "--preset", "paper", f"log_every={block}", "checkpoint_every=1000000"]
+        python = Path(program).parent / "python"
+        self.process = subprocess.Popen(
+            [python, "-c", WORKER, *words, "--out", str(out)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._answer()
+
+    def turn(self) -> float:
+        """Seconds that the next block of steps takes."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> float:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if line.startswith("took "):
+                return float(line.split()[1])
+        raise SystemExit("A run ended before its turn.")
 
 
 def speed(programs: list[str], rounds: int, seconds: float) -> None:
-    print("| run | before, ms/step | after | before / after |\n|---|---|---|---|")
-    guess = dict(zip(EXPERIMENTS, (1.5, 2.5, 16, 25, 10, 70, 200), strict=True))
+    print(
+        "| run | before, ms/step | after | before / after, median of turns | quartiles |\n|---|---|---|---|---|"
+    )
+    guess = dict(zip(EXPERIMENTS, (2.5, 3.5, 20, 30, 12, 80, 210), strict=True))
     for name in EXPERIMENTS:
-        every = max(10, int(1000 * seconds / guess[name] / 2))
-        words = [
-            "--preset",
-            "paper",
-            "--steps",
-            str(3 * every),
-            f"checkpoint_every={every}",
-            "keep_checkpoints=9",
-        ]
-        paces: list[list[float]] = [[], []]
-        for turn in range(rounds):
-            for side in (0, 1) if turn % 2 else (1, 0):
-                with tempfile.TemporaryDirectory() as folder:
-                    run(programs[side], name, Path(folder) / "run", *words)
-                    paces[side].append(pace(Path(folder) / "run"))
-        old, new = (statistics.median(of) for of in paces)
-        ratios = sorted(a / b for a, b in zip(*paces, strict=True))
-        print(
-            f"| {name} | {old:.2f} | {new:.2f} | {old / new:.3f} (turns: {ratios[0]:.2f} to {ratios[-1]:.2f}) |",
-            flush=True,
-        )
+        block = max(2, int(1000 * seconds / guess[name]))
+        with tempfile.TemporaryDirectory() as folder:
+            workers = [Worker(p, name, block, Path(folder) / str(i)) for i, p in enumerate(programs)]
+            turns: list[list[float]] = [[], []]
+            for turn in range(rounds + 2):
+                for side in (0, 1) if turn % 2 else (1, 0):
+                    turns[side].append(1000 * workers[side].turn() / block)
+            for worker in workers:
+                worker.process.kill()
+                worker.process.communicate()
+        old, new = (statistics.median(of[2:]) for of in turns)
+        ratios = sorted(a / b for a, b in zip(turns[0][2:], turns[1][2:], strict=True))
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"| {name} | {old:.2f} | {new:.2f} | {middle:.3f} | {low:.2f} to {high:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -99,8 +130,8 @@ def main() -> None:
     parser.add_argument("--before", required=True, help="the older `rankone` command")
     parser.add_argument("--after", required=True, help="the newer one")
     parser.add_argument("--steps", type=int, default=300, help="of each run, for bits")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each, for speed")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of training per turn, for speed")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each, for speed")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a turn, for speed")
     options = parser.parse_args()
     programs = [options.before, options.after]
     if options.what == "bits":

@@ -15,6 +15,7 @@ from rankone.data import batches
 from rankone.decomposition import build
 from rankone.files import load_sealed
 from rankone.importance import upper_leaky
+from rankone.optim import Adam
 from rankone.step import faithfulness
 from rankone.train import Interrupted, Training
 
@@ -203,9 +204,7 @@ def test_a_run_begins_with_the_warm_up():
 def test_the_schedule_reaches_the_optimizer():
     seen = []
     training = Training(build(small_mlp(), LAYERS, CONFIG, None), uniform(), CONFIG)
-    training.observer = lambda progress: seen.append(
-        (training.optimizer.param_groups[0]["lr"], progress.record["lr"])
-    )
+    training.observer = lambda progress: seen.append((training.optimizer.lr, progress.record["lr"]))
     training.run()
     assert all(used == recorded for used, recorded in seen)
     assert seen[0][0] == pytest.approx(CONFIG.optimizer.lr / 2)
@@ -356,3 +355,20 @@ def test_exponent_and_coefficient_move_from_their_starts():
             "importance_minimality"
         ]
     assert recorded[None] != recorded[4.0]
+
+
+def test_the_optimizer_is_torchs_adam_to_the_bit():
+    torch.manual_seed(0)
+    ours, theirs = (
+        [torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))] for _ in range(2)
+    )
+    mine = Adam({str(i): p for i, p in enumerate(ours)})
+    reference = torch.optim.Adam(theirs, fused=True)
+    for step in range(7):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        reference.param_groups[0]["lr"] = 0.1 / (step + 1)
+        mine.update(0.1 / (step + 1))
+        reference.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
