@@ -1,4 +1,4 @@
-"""Kernels: the same bits cold, warm and damaged, in every process and with any number of threads.
+"""Kernels: the same bits cold, warm and damaged, in every process.
 
 Compiling takes seconds, so it is done three times: into an empty cache, into a damaged one, and by
 two processes at once. Elsewhere the compilers are replaced by a copy of what they made.
@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 import warnings
 from pathlib import Path
 
@@ -230,8 +231,8 @@ def test_nothing_is_compiled_here(root):
 
 def test_the_digest_depends_on_what_is_computed(root):
     class Off(compiled.Kernels):
-        def gate_backward(self, threads, *arrays):
-            super().gate_backward(threads, *arrays)
+        def gate_backward(self, *arrays):
+            super().gate_backward(*arrays)
             arrays[-1][0] = np.nextafter(arrays[-1][0], np.float32(9))
 
     loaded = kernels()
@@ -239,35 +240,32 @@ def test_the_digest_depends_on_what_is_computed(root):
     assert compiled._digest(Off(loaded._forward, loaded._backward)) != loaded.digest
 
 
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_results_do_not_depend_on_the_number_of_threads(root, monkeypatch, threads):
-    monkeypatch.setattr(compiled, "ELEMENTS_PER_THREAD", 1)
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_results_do_not_depend_on_how_subcomponents_are_divided(root, parts):
+    class Divided(compiled.Kernels):
+        def gate_forward(self, *arrays):
+            self._divide(self._forward, arrays)
 
-    class Shared(compiled.Kernels):
-        def gate_forward(self, _, *arrays):
-            super().gate_forward(threads, *arrays)
+        def gate_backward(self, *arrays):
+            self._divide(self._backward, arrays)
 
-        def gate_backward(self, _, *arrays):
-            super().gate_backward(threads, *arrays)
+        def _divide(self, kernel, arrays):
+            edges = [len(arrays[0]) * i // parts for i in range(parts + 1)]
+            for begin, end in pairwise(edges):
+                kernel((begin, end, *arrays))
 
     loaded = kernels()
-    assert compiled._digest(Shared(loaded._forward, loaded._backward)) == loaded.digest
+    assert compiled._digest(Divided(loaded._forward, loaded._backward)) == loaded.digest
 
 
-def test_a_forked_process_uses_them_with_threads(cold):
+def test_a_forked_process_uses_them(cold):
     code = (
         "import os\n"
         "from rankone.fast import compiled\n"
-        "compiled.ELEMENTS_PER_THREAD = 1\n"
         "loaded = compiled.kernels()\n"
-        "class Shared(compiled.Kernels):\n"
-        "    def gate_forward(self, _, *arrays):\n"
-        "        super().gate_forward(2, *arrays)\n"
-        "shared = Shared(loaded._forward, loaded._backward)\n"
-        "assert compiled._digest(shared) == loaded.digest\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    os._exit(compiled._digest(shared) != loaded.digest)\n"
+        "    os._exit(compiled._digest(loaded) != loaded.digest)\n"
         "assert os.waitpid(pid, 0)[1] == 0\n"
     )
     environment = {**os.environ, "RANKONE_CACHE_DIR": str(cold[0]), "PYTHONPATH": os.pathsep.join(sys.path)}

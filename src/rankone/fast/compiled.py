@@ -24,10 +24,8 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,8 +34,6 @@ SOURCE = Path(__file__).with_name("kernels.py")
 SEAL = "seal.json"
 TARGET_SETTINGS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 """The settings of numba that machine code depends on, and that a loading process insists on."""
-ELEMENTS_PER_THREAD = 50_000
-"""Work that pays for handing it to another thread."""
 WITHOUT_NUMBA = (
     "numba is missing, so steps run in plain torch with exact gates: as good, several times slower. "
     "pip install numba"
@@ -53,47 +49,29 @@ class _Damaged(Exception):
 
 
 class Kernels:
-    """The compiled kernels, which share subcomponents between threads. Results do not depend on it."""
+    """The compiled kernels. See kernels.py; `arrays` are the arguments there, without the range.
+
+    One thread walks all subcomponents. Sharing them with a thread of our own was slower: it has to fight
+    for a core with torch's threads, which wait for their next product by spinning (docs/log.md).
+    """
 
     def __init__(self, forward: Any, backward: Any, digest: str = "") -> None:
         self._forward, self._backward, self.digest = forward, backward, digest
 
-    def gate_forward(self, threads: int, *arrays: Any) -> None:
-        """See kernels.py; `arrays` are the arguments there, without the range."""
-        _share(self._forward, threads, arrays)
+    def gate_forward(self, *arrays: Any) -> None:
+        self._forward((0, len(arrays[0]), *arrays))
 
-    def gate_backward(self, threads: int, *arrays: Any) -> None:
-        _share(self._backward, threads, arrays)
-
-
-def _share(kernel: Any, threads: int, arrays: tuple[Any, ...]) -> None:
-    C, rows = arrays[0].shape
-    parts = min(threads, C, 1 + C * rows // ELEMENTS_PER_THREAD)
-    if parts <= 1:
-        kernel((0, C, *arrays))
-        return
-    edges = [C * i // parts for i in range(parts + 1)]
-    others = [_threads().submit(kernel, (begin, end, *arrays)) for begin, end in pairwise(edges[1:])]
-    kernel((0, edges[1], *arrays))
-    for other in others:
-        other.result()
+    def gate_backward(self, *arrays: Any) -> None:
+        self._backward((0, len(arrays[0]), *arrays))
 
 
-_pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
 
-def _threads() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="rankone-kernels")
-    return _pool
-
-
 def _after_fork() -> None:
-    """Threads do not survive a fork."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    """A lock that another thread held at the fork would never be released."""
+    global _lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -289,25 +267,11 @@ def _digest(kernels: Kernels) -> str:
         raw, mask, masked, slopes, to_h = np.zeros((5, C, rows), np.float32)
         kept = slopes, *np.zeros((2, C), np.float32), np.zeros(C, np.int32)
         penalties, to_b_out = np.zeros((2, C), np.float32)
-        kernels.gate_forward(1, h, w_in, b_in, w_out, b_out, *given, raw, mask, masked, penalties, *kept)
+        kernels.gate_forward(h, w_in, b_in, w_out, b_out, *given, raw, mask, masked, penalties, *kept)
         wide = [x for _ in range(3) for x in (True, uniform(C, rows))]
         to_gate = np.zeros((3, C, d_gate), np.float32)
-        kernels.gate_backward(
-            1,
-            h,
-            w_in,
-            b_in,
-            w_out,
-            *given,
-            raw,
-            mask,
-            *kept,
-            *wide,
-            np.float32(0.3),
-            to_h,
-            *to_gate,
-            to_b_out,
-        )
+        gradients = *wide, np.float32(0.3), to_h, *to_gate, to_b_out
+        kernels.gate_backward(h, w_in, b_in, w_out, *given, raw, mask, *kept, *gradients)
         for array in (raw, mask, masked, penalties, *kept, to_h, to_gate, to_b_out):
             summary.update(array.tobytes())
     return summary.hexdigest()
