@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import numba
