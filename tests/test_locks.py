@@ -431,18 +431,6 @@ def test_the_users_own_calls_meanwhile_are_calls_of_the_original():
     assert all(torch.equal(y, expected) for y in outputs)
 
 
-def test_a_file_that_was_changed_by_hand_is_neither_replaced_nor_deleted(tmp_path):
-    directory = RunDirectory.claim(tmp_path / "d")
-    directory.write("report.html", "ours")
-    (tmp_path / "d/report.html").write_text("with notes of mine")
-    with pytest.raises(
-        RankoneError, match=r"report.html was changed after rankone wrote it, so it is not replaced"
-    ):
-        directory.write("report.html", "ours again")
-    directory.remove("report.html")
-    assert (tmp_path / "d/report.html").read_text() == "with notes of mine"
-
-
 def test_a_finished_run_whose_files_were_changed_is_not_called_complete(tmp_path, capsys):
     words = ["run", "tms_5-2", "--steps", "12", "batch_size=64", "log_every=3", "--out", str(tmp_path / "r")]
     rankone_main(words)

