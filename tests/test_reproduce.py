@@ -376,7 +376,9 @@ def test_a_run_that_cannot_be_kept_does_not_stop_the_others(short, tmp_path, mon
     shown = capsys.readouterr()
     assert "2 runs are needed, 0 are there." in shown.out
     assert "tms_5-2-default-seed0: failed" in shown.err
-    assert "delete reproduction/work/tms_5-2-default-seed0 to make it again" in " ".join(shown.err.split())
+    assert "holds the summary of a run but not its decomposition. Make the run again." in " ".join(
+        shown.err.split()
+    )
     assert not (tmp_path / "reproduction/runs/tms_5-2-default-seed0").exists()
     assert (tmp_path / "reproduction/runs/tms_5-2-default-seed1/summary.json").is_file()
     shutil.rmtree("reproduction/work/tms_5-2-default-seed0")
