@@ -39,10 +39,10 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def bits(programs: list[str], steps: int) -> None:
+def bits(programs: list[str], experiments: list[str], steps: int) -> None:
     print("| experiment | preset | metrics.jsonl (SHA-256) before | after | factors |\n|---|---|---|---|---|")
     for preset in ("default", "paper"):
-        for name in EXPERIMENTS:
+        for name in experiments:
             with tempfile.TemporaryDirectory() as folder:
                 outs = [Path(folder) / side for side in ("before", "after")]
                 for program, out in zip(programs, outs, strict=True):
@@ -102,12 +102,12 @@ class Worker:
         raise SystemExit("A run ended before its turn.")
 
 
-def speed(programs: list[str], rounds: int, seconds: float) -> None:
+def speed(programs: list[str], experiments: list[str], rounds: int, seconds: float) -> None:
     print(
         "| run | before, ms/step | after | before / after, median of turns | quartiles |\n|---|---|---|---|---|"
     )
     guess = dict(zip(EXPERIMENTS, (2.5, 3.5, 20, 30, 12, 80, 210), strict=True))
-    for name in EXPERIMENTS:
+    for name in experiments:
         block = max(2, int(1000 * seconds / guess[name]))
         with tempfile.TemporaryDirectory() as folder:
             workers = [Worker(p, name, block, Path(folder) / str(i)) for i, p in enumerate(programs)]
@@ -132,12 +132,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of each run, for bits")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each, for speed")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn, for speed")
+    parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, default=EXPERIMENTS, metavar="NAME")
     options = parser.parse_args()
     programs = [options.before, options.after]
     if options.what == "bits":
-        bits(programs, options.steps)
+        bits(programs, options.only, options.steps)
     else:
-        speed(programs, options.rounds, options.seconds)
+        speed(programs, options.only, options.rounds, options.seconds)
 
 
 if __name__ == "__main__":

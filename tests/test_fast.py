@@ -119,7 +119,7 @@ def test_a_second_derivative_is_refused_not_zero():
         torch.autograd.grad(made.raw.sum(), h, create_graph=True)
 
 
-def test_a_forked_process_goes_on_without_the_kernels():
+def test_a_forked_process_goes_on():
     code = (
         "import os, torch, rankone, warnings\n"
         "warnings.simplefilter('ignore')\n"

@@ -222,11 +222,15 @@ def test_loading_changes_nothing_in_numba_and_torch(root):
 
 def test_nothing_is_compiled_here(root):
     loaded = kernels()
-    for dispatcher in (loaded._forward, loaded._backward):
-        assert len(dispatcher.overloads) == 1
+    for dispatcher, signatures in (
+        (loaded._forward._alone, 1),
+        (loaded._backward._alone, 1),
+        (loaded._forward._spread, 2),
+    ):
+        assert len(dispatcher.overloads) == signatures
         assert not dispatcher.stats.cache_misses
         with pytest.raises(TypeError, match="No matching definition"):
-            dispatcher((1, 2.0))
+            dispatcher(*[(1, 2.0)] * (signatures if signatures == 1 else 3))
 
 
 def test_the_digest_depends_on_what_is_computed(root):
@@ -243,11 +247,11 @@ def test_the_digest_depends_on_what_is_computed(root):
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_results_do_not_depend_on_how_subcomponents_are_divided(root, parts):
     class Divided(compiled.Kernels):
-        def gate_forward(self, *arrays):
-            self._divide(self._forward, arrays)
+        def gate_forward(self, threads, *arrays):
+            self._divide(self._forward._alone, arrays)
 
-        def gate_backward(self, *arrays):
-            self._divide(self._backward, arrays)
+        def gate_backward(self, threads, *arrays):
+            self._divide(self._backward._alone, arrays)
 
         def _divide(self, kernel, arrays):
             edges = [len(arrays[0]) * i // parts for i in range(parts + 1)]
@@ -258,14 +262,42 @@ def test_results_do_not_depend_on_how_subcomponents_are_divided(root, parts):
     assert compiled._digest(Divided(loaded._forward, loaded._backward)) == loaded.digest
 
 
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
+def test_results_do_not_depend_on_the_number_of_threads(root, monkeypatch):
+    spread = []
+
+    class Watched(compiled._Kernel):
+        def __init__(self, kernel):
+            super().__init__(kernel._alone, kernel._address, self._count)
+            self._real = kernel._spread
+
+        def _count(self, address, edges, arrays):
+            spread.append(numba.get_num_threads())
+            self._real(address, edges, arrays)
+
+    loaded = kernels()
+    assert compiled._most_threads == numba.config.NUMBA_NUM_THREADS, "numba runs on OpenMP, as torch does"
+    two = compiled.Kernels(Watched(loaded._forward), Watched(loaded._backward))
+    assert not spread
+    numba.set_num_threads(1)
+    assert compiled._digest(two, threads=2) == loaded.digest
+    assert spread == [2] * 8
+    assert numba.get_num_threads() == 1, "the user's own number is put back"
+    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    monkeypatch.setattr(compiled, "_most_threads", 1)
+    assert compiled._digest(two, threads=2) == loaded.digest
+    assert len(spread) == 8
+
+
 def test_a_forked_process_uses_them(cold):
     code = (
         "import os\n"
         "from rankone.fast import compiled\n"
         "loaded = compiled.kernels()\n"
+        "assert compiled._digest(loaded, threads=2) == loaded.digest\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    os._exit(compiled._digest(loaded) != loaded.digest)\n"
+        "    os._exit(compiled._digest(loaded, threads=2) != loaded.digest)\n"
         "assert os.waitpid(pid, 0)[1] == 0\n"
     )
     environment = {**os.environ, "RANKONE_CACHE_DIR": str(cold[0]), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 SOURCE = Path(__file__).with_name("kernels.py")
 SEAL = "seal.json"
 TARGET_SETTINGS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
@@ -48,34 +50,70 @@ class _Damaged(Exception):
     """A directory of compiled kernels is not what was sealed."""
 
 
+class _Kernel:
+    """One compiled kernel: alone, or spread over the threads that torch computes with."""
+
+    def __init__(self, alone: Any, address: int, spread: Any) -> None:
+        self._alone, self._address, self._spread = alone, address, spread
+
+    def __call__(self, threads: int, arrays: tuple[Any, ...]) -> None:
+        C = len(arrays[0])
+        threads = min(threads, C, _most_threads)
+        if threads < 2:
+            self._alone((0, C, *arrays))
+        else:
+            edges = [C * i // threads for i in range(threads + 1)]
+            with _numba_threads(threads):
+                self._spread(self._address, np.array(edges), arrays)
+
+
 class Kernels:
     """The compiled kernels. See kernels.py; `arrays` are the arguments there, without the range.
 
-    One thread walks all subcomponents. Sharing them with a thread of our own was slower: it has to fight
-    for a core with torch's threads, which wait for their next product by spinning (docs/log.md).
+    The numbers do not depend on `threads`. They are OpenMP's, as torch's are: other threads would fight
+    for a core with those, which wait for their next product by spinning (docs/log.md).
     """
 
-    def __init__(self, forward: Any, backward: Any, digest: str = "") -> None:
-        self._forward, self._backward, self.digest = forward, backward, digest
+    def __init__(self, forward: _Kernel, backward: _Kernel) -> None:
+        self._forward, self._backward = forward, backward
+        self.digest = _digest(self)
 
-    def gate_forward(self, *arrays: Any) -> None:
-        self._forward((0, len(arrays[0]), *arrays))
+    def gate_forward(self, threads: int, *arrays: Any) -> None:
+        self._forward(threads, arrays)
 
-    def gate_backward(self, *arrays: Any) -> None:
-        self._backward((0, len(arrays[0]), *arrays))
+    def gate_backward(self, threads: int, *arrays: Any) -> None:
+        self._backward(threads, arrays)
 
 
 _lock = threading.Lock()
+_most_threads = 1
+"""How many threads numba may use: one where they are not OpenMP's, and in the child of a fork, which
+has none of them."""
 
 
 def _after_fork() -> None:
     """A lock that another thread held at the fork would never be released."""
-    global _lock
+    global _lock, _most_threads
     _lock = threading.Lock()
+    _most_threads = 1
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def _numba_threads(threads: int) -> Iterator[None]:
+    import numba
+
+    before = numba.get_num_threads()
+    if before != threads:
+        numba.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if before != threads:
+            numba.set_num_threads(before)
 
 
 @cache
@@ -206,28 +244,64 @@ def _digests(directory: Path) -> dict[str, str]:
 
 def _open(directory: Path) -> Kernels:
     """Load the kernels from numba's cache in a directory. Nothing is ever compiled here."""
-    from rankone.fast.kernels import KERNELS
+    global _most_threads
+    from rankone.fast.kernels import KERNELS, spread
 
-    results = []
-    for dispatcher, signature in _signatures(KERNELS):
-        result = _cache(dispatcher, directory).load_overload(signature, dispatcher.targetctx)
+    _most_threads = _start_threads()
+    loaded = [_load_kernel(kernel, directory) for kernel in KERNELS]
+    for dispatcher in (*KERNELS, spread):
+        dispatcher.disable_compile()
+    return Kernels(*loaded)
+
+
+def _load_kernel(kernel: Any, directory: Path) -> _Kernel:
+    for dispatcher, signature in _signatures(kernel):
+        result = _cache(dispatcher, directory / kernel.__name__).load_overload(
+            signature, dispatcher.targetctx
+        )
         if result is None:
             raise _Damaged(f"numba does not find {dispatcher.__name__} in {directory}")
-        results.append(result)
-    digest = _digest(Kernels(*(result.entry_point for result in results)))
-    for (dispatcher, _), result in zip(KERNELS.items(), results, strict=True):
-        if not dispatcher.overloads:
+        if signature not in dispatcher.overloads:
             dispatcher.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
             dispatcher.add_overload(result)
-            dispatcher.disable_compile()
-    return Kernels(*KERNELS, digest=digest)
+    (alone, signature), (spread, _) = _signatures(kernel)
+    compiled = alone.overloads[signature]
+    address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+    return _Kernel(alone, address, spread)
 
 
-def _signatures(kernels: dict[Any, tuple[Any, ...]]) -> Iterator[tuple[Any, tuple[Any]]]:
+def _signatures(kernel: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """A kernel and what spreads it over threads, each with the types of its arguments."""
     from numba import types
 
-    for dispatcher, arguments in kernels.items():
-        yield dispatcher, (types.Tuple(arguments),)
+    from rankone.fast.kernels import KERNELS, spread
+
+    begin = end = address = types.int64
+    alone = types.Tuple((begin, end, *KERNELS[kernel]))
+    return [(kernel, (alone,)), (spread, (address, types.int64[::1], types.Tuple(KERNELS[kernel])))]
+
+
+def _start_threads() -> int:
+    """Let numba start its threads, OpenMP's if it has the choice, and say how many of them are of use.
+
+    That sets the number of threads of everything that uses OpenMP, torch included: it is put back.
+    """
+    import numba.core.config
+    import torch
+
+    config: Any = numba.core.config
+    layer, threads = config.THREADING_LAYER, torch.get_num_threads()
+    if layer == "default":
+        config.THREADING_LAYER = "omp"
+    try:
+        with suppress(ValueError):  # there is no OpenMP here; other layers start when they are needed
+            numba.get_num_threads()
+            return config.NUMBA_NUM_THREADS if numba.threading_layer() == "omp" else 1
+        return 1
+    finally:
+        config.THREADING_LAYER = layer
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def _cache(dispatcher: Any, directory: Path) -> Any:
@@ -244,10 +318,8 @@ def _cache(dispatcher: Any, directory: Path) -> Any:
         config.CACHE_DIR = before
 
 
-def _digest(kernels: Kernels) -> str:
+def _digest(kernels: Kernels, threads: int = 1) -> str:
     """A digest of what the kernels compute: all branches, whole vectors and what is left over."""
-    import numpy as np
-
     C, rows, d_gate = 5, 77, 16
     numbers = iter(np.arange(1, 100, dtype=np.uint64))
 
@@ -267,11 +339,13 @@ def _digest(kernels: Kernels) -> str:
         raw, mask, masked, slopes, to_h = np.zeros((5, C, rows), np.float32)
         kept = slopes, *np.zeros((2, C), np.float32), np.zeros(C, np.int32)
         penalties, to_b_out = np.zeros((2, C), np.float32)
-        kernels.gate_forward(h, w_in, b_in, w_out, b_out, *given, raw, mask, masked, penalties, *kept)
+        kernels.gate_forward(
+            threads, h, w_in, b_in, w_out, b_out, *given, raw, mask, masked, penalties, *kept
+        )
         wide = [x for _ in range(3) for x in (True, uniform(C, rows))]
         to_gate = np.zeros((3, C, d_gate), np.float32)
         gradients = *wide, np.float32(0.3), to_h, *to_gate, to_b_out
-        kernels.gate_backward(h, w_in, b_in, w_out, *given, raw, mask, *kept, *gradients)
+        kernels.gate_backward(threads, h, w_in, b_in, w_out, *given, raw, mask, *kept, *gradients)
         for array in (raw, mask, masked, penalties, *kept, to_h, to_gate, to_b_out):
             summary.update(array.tobytes())
     return summary.hexdigest()
@@ -360,10 +434,10 @@ def _compile(directory: Path, name: str) -> None:
         sys.modules[package].__path__ = [str(path)]
     from rankone.fast.kernels import KERNELS
 
-    for dispatcher, signature in _signatures(KERNELS):
-        if dispatcher.__name__ == name:
-            dispatcher.compile(signature)
-            _cache(dispatcher, directory).save_overload(signature, dispatcher.overloads[signature])
+    (kernel,) = (kernel for kernel in KERNELS if kernel.__name__ == name)
+    for dispatcher, signature in _signatures(kernel):
+        dispatcher.compile(signature)
+        _cache(dispatcher, directory / name).save_overload(signature, dispatcher.overloads[signature])
 
 
 if __name__ == "__main__":

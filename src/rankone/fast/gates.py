@@ -103,7 +103,7 @@ class _GatesAndMasks(torch.autograd.Function):
     def forward(
         ctx: Any, keys: list[int], penalty: Penalty, row_weights: Tensor | None, *inputs: Tensor
     ) -> Any:
-        compiled = kernels()
+        compiled, threads = kernels(), torch.get_num_threads()
         assert compiled is not None
         weights = None if row_weights is None else row_weights.float().contiguous().numpy()
         shape = tuple(np.float32(number) for number in penalty)
@@ -121,7 +121,7 @@ class _GatesAndMasks(torch.autograd.Function):
             raw, mask, masked = (t.numpy() for t in wide)
             penalties = np.empty(C, np.float32)
             nodes = np.empty((C, rows), np.float32), *np.empty((2, C), np.float32), np.empty(C, np.int32)
-            compiled.gate_forward(columns, *gate, *settings, raw, mask, masked, penalties, *nodes)
+            compiled.gate_forward(threads, columns, *gate, *settings, raw, mask, masked, penalties, *nodes)
             ctx.layers.append((columns, *gate[:3], *settings, raw, mask, *nodes))
             outputs += [t.T for t in wide]
             total += float(penalties.sum(dtype=np.float64))
@@ -135,7 +135,7 @@ class _GatesAndMasks(torch.autograd.Function):
                 "The compiled kernels have no second derivatives (create_graph=True asks for them). "
                 "Set engine='exact' in the config."
             )
-        compiled = kernels()
+        compiled, threads = kernels(), torch.get_num_threads()
         assert compiled is not None
         to_penalty, *to_outputs = grads
         scale = np.float32(0 if to_penalty is None else to_penalty.item())
@@ -149,6 +149,6 @@ class _GatesAndMasks(torch.autograd.Function):
             to_h = torch.empty(h.shape)
             to_gate = [torch.empty(w_in.shape) for _ in range(3)] + [torch.empty(len(h))]
             wide = [x for g in to_wide for x in ((False, h) if g is None else (True, _columns(g)))]
-            compiled.gate_backward(*layer, *wide, scale, to_h.numpy(), *(t.numpy() for t in to_gate))
+            compiled.gate_backward(threads, *layer, *wide, scale, to_h.numpy(), *(t.numpy() for t in to_gate))
             to_inputs += (to_h.T, *to_gate)
         return tuple(to_inputs)

@@ -10,8 +10,8 @@ walk over memory, one subcomponent at a time, so that a subcomponent's table and
 the first-level cache.
 
 A kernel handles subcomponents `begin` to `end`, each from start to end: results do not depend on
-how they are shared between threads. Nothing here knows torch. compiled.py compiles and loads this
-module, gates.py is the bridge to torch.
+how `spread` shares them between threads. Nothing here knows torch. compiled.py compiles and loads
+this module, gates.py is the bridge to torch.
 """
 
 import math
@@ -20,8 +20,10 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core.compiler import Compiler
+from numba.extending import intrinsic
 
 # Sums may be reordered and products contracted, which vector instructions need; NaN and infinity
 # keep their meaning.
@@ -369,28 +371,46 @@ def _backward(
                 to_h[c, r] += to_masked[c, r] * mask[c, r]
 
 
-@njit(nogil=True, no_cfunc_wrapper=True)
+@njit(nogil=True)
 def gate_forward(arguments: Any) -> None:
     """`_forward` for a tuple of its arguments. LLVM optimises the loops a second time here."""
     _forward(*arguments)
 
 
-@njit(nogil=True, no_cfunc_wrapper=True)
+@njit(nogil=True)
 def gate_backward(arguments: Any) -> None:
     """`_backward` for a tuple of its arguments."""
     _backward(*arguments)
 
 
+@intrinsic
+def _call(typing: Any, address: Any, arguments: Any) -> Any:
+    """Call the kernel at an address. LLVM cannot look into it, so its bits are the serial kernel's."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        function = ir.FunctionType(ir.VoidType(), [context.get_value_type(arguments)])
+        builder.call(builder.inttoptr(values[0], function.as_pointer()), [values[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), generate
+
+
+@njit(nogil=True, parallel=True, no_cfunc_wrapper=True)
+def spread(kernel: int, edges: Any, arguments: Any) -> None:
+    """Run the kernel at an address on every range between two edges, on OpenMP's threads."""
+    for i in numba.prange(len(edges) - 1):
+        _call(kernel, (edges[i], edges[i + 1], *arguments))
+
+
 _wide, _flat, _counts = types.float32[:, ::1], types.float32[::1], types.int32[::1]
-_range = types.int64, types.int64
 _numbers = types.uint32, types.uint32, _flat, types.float32, types.float32, types.float32
 _kept = _wide, _flat, _flat, _counts
 _gradient = types.boolean, _wide
 
 KERNELS: dict[Any, tuple[Any, ...]] = {
-    gate_forward: (*_range, *[_wide] * 4, _flat, *_numbers, *[_wide] * 3, _flat, *_kept),
+    gate_forward: (*[_wide] * 4, _flat, *_numbers, *[_wide] * 3, _flat, *_kept),
     gate_backward: (
-        *_range, *[_wide] * 4, *_numbers, *[_wide] * 2, *_kept, *_gradient * 3, types.float32, *[_wide] * 4, _flat,
+        *[_wide] * 4, *_numbers, *[_wide] * 2, *_kept, *_gradient * 3, types.float32, *[_wide] * 4, _flat,
     ),
 }  # fmt: skip
-"""Each kernel with the types of its arguments, the only ones that it is compiled for."""
+"""Each kernel with the types of its arguments after the range, the only ones that it is compiled for."""
