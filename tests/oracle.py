@@ -49,6 +49,23 @@ def sigma_upper(x: Tensor) -> Tensor:
     return 1 + 0.01 * (x - 1)
 
 
+class StraightThrough(torch.autograd.Function):
+    """Clamp to [0, 1]; on the way back, below 0, a hundredth of a gradient that descent would follow up."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.x = float(x)
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        if ctx.x > 1:
+            return grad * 0
+        if ctx.x > 0:
+            return grad
+        return 0.01 * grad if grad < 0 else grad * 0
+
+
 def mlp_gate(w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor) -> Callable[[Tensor], Tensor]:
     """Appendix A.1: for each c its own W_out GELU(W_in h + b_in) + b_out."""
 
@@ -80,10 +97,19 @@ def raw_importances(layer: Layer, x: Tensor) -> Tensor:
     return layer.gate(h)
 
 
-def mask(raw: Tensor, r: Tensor) -> Tensor:
+def mask(raw: Tensor, r: Tensor, sigma: Callable[[Tensor], Tensor] = sigma_lower) -> Tensor:
     """m_c = g_c + (1 - g_c) r_c, with g the lower-leaky hard sigmoid."""
-    g = torch.stack([sigma_lower(x) for x in raw])
+    g = torch.stack([sigma(x) for x in raw])
     return g + (1 - g) * r
+
+
+def with_ends(u: float, at_zero: float, at_one: float) -> float:
+    """A random number with some of its weight at 0 and 1, from a uniform one."""
+    if u < at_zero:
+        return 0.0
+    if u >= 1 - at_one:
+        return 1.0
+    return (u - at_zero) / (1 - at_zero - at_one)
 
 
 def masked_matrix(layer: Layer, m: Tensor) -> Tensor:
@@ -161,3 +187,43 @@ def stochastic_recon_layerwise(
                 matrices[one] = masked_matrix(layer, mask(raw_importances(layer, x), r[one][b]))
                 total = total + D(f(x, matrices), target)
     return total / (len(R) * len(layers) * len(X))
+
+
+def masked_with_delta(layer: Layer, m: Tensor, delta: Tensor) -> Tensor:
+    """W' = sum_c U_c m_c V_c + delta (W - sum_c U_c V_c)."""
+    return masked_matrix(layer, m) + delta * (layer.W - masked_matrix(layer, torch.ones_like(m)))
+
+
+def smooth_l0(layers: Sequence[Layer], X: Sequence[Tensor], gamma: float) -> Tensor:
+    total = torch.zeros((), dtype=layers[0].W.dtype)
+    for x in X:
+        for layer in layers:
+            for raw in raw_importances(layer, x):
+                g = sigma_upper(raw)
+                total = total + g**2 / (g**2 + gamma**2)
+    return total / len(X)
+
+
+def frequency(layers: Sequence[Layer], X: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=layers[0].W.dtype)
+    for layer in layers:
+        rows = [raw_importances(layer, x) for x in X]
+        for c in range(layer.U.shape[1]):
+            s = torch.stack([sigma_upper(row[c]) for row in rows]).mean()
+            total = total + s * torch.log2(1 + s)
+    return total
+
+
+def recon(
+    f: Network,
+    layers: Sequence[Layer],
+    X: Sequence[Tensor],
+    matrix: Callable[[int, Layer, int], Tensor],
+    D: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The mean divergence when layer l of datapoint b has the matrix(l, layer, b)."""
+    total = torch.zeros((), dtype=layers[0].W.dtype)
+    for b, x in enumerate(X):
+        target = f(x, [layer.W for layer in layers])
+        total = total + D(f(x, [matrix(i, layer, b) for i, layer in enumerate(layers)]), target)
+    return total / len(X)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -58,6 +59,18 @@ class Adapter(ABC):
     @abstractmethod
     def write(self, z: Float[Tensor, "*lead C"], U: Float[Tensor, "d_out C"]) -> Activation:
         """The module's output for masked inner activations z: U z, plus the original bias."""
+
+    def write_sum(
+        self,
+        z: Float[Tensor, "*lead C"],
+        U: Float[Tensor, "d_out C"],
+        rest: Float[Tensor, "*lead k"],
+        W: Float[Tensor, "d_out k"] | None,
+    ) -> Activation:
+        """The module's output for U z + W rest; without a W, `rest` is what is added."""
+        if W is None:
+            W = torch.eye(U.shape[0], dtype=U.dtype, device=U.device)
+        return self.write(torch.cat([z, rest], -1), torch.cat([U, W], 1))
 
     def vectors(self, x: Activation) -> Float[Tensor, "*lead d_in"]:
         """The module's input x as the vectors a that its matrix multiplies."""

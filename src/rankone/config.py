@@ -12,6 +12,7 @@ from rankone.components import DATA_INITS, INITS
 from rankone.errors import ConfigError, near_matches, shown
 from rankone.importance import Option, check_importance
 from rankone.losses import DIVERGENCES, LOSSES, Loss
+from rankone.masks import MaskSettings
 from rankone.settings import ByName, Count, CountOrZero, Positive, Seed, Settings
 
 LayerName = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -91,6 +92,8 @@ class DecompositionConfig(Settings):
     YAML or Python, replaces all of them: a loss that is not listed is not used."""
     importance: ImportanceSettings = ImportanceSettings()
     """The causal importance function."""
+    masks: MaskSettings = MaskSettings()
+    """How masks are made from importances and random numbers."""
     engine: Literal["fast", "exact"] = "fast"
     """`fast` interpolates the gates with compiled kernels where they apply (see fast/README.md);
     `exact` computes everything in plain torch."""

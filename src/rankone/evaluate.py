@@ -14,11 +14,18 @@ from torch import Tensor
 
 from rankone.data import Data, batches, to_device
 from rankone.decomposition import Decomposition
+from rankone.errors import ConfigError
 from rankone.importance import clipped
 from rankone.losses import DIVERGENCES
 from rankone.masks import SOURCES
+from rankone.measures import ATTACK_STEPS, Shares, attacked, deleted, union_masks, well_tempered
 from rankone.metrics import IMPORTANT, Check, Pattern, l0, mmcs_ml2r, run_check
 from rankone.step import Divergence, Step, faithfulness
+
+SHARES = {"sum": "ones", "stochastic": "stochastic", "importance": "importance", "rounded": "rounded"}
+"""What a share of removing everything is called -> the mask source that it is of."""
+HARD_BATCHES = 2
+"""On how many batches attack, union and well-temperedness are measured: they cost a hundred passes."""
 
 GroundTruth = Mapping[str, tuple[Pattern, int]]
 
@@ -42,6 +49,12 @@ class Evaluation:
 
     reconstruction: dict[str, float]
     """Mask source -> divergence from the target with all layers masked that way."""
+    relative: dict[str, float | None]
+    """Divergences from the target as shares of what removing everything costs: of the `sum` of all
+    subcomponents, `stochastic` masks, `importance`s as masks, `rounded` ones, under `attack_20`, joined
+    with other datapoints' importances (`union_16`), after `deletion` of what is never important."""
+    well_tempered: float | None
+    """How often the more important of two subcomponents is missed more; 0.5 is chance."""
     faithfulness: float
     l0: dict[str, float]
     """Layer -> mean number of important subcomponents per datapoint."""
@@ -70,6 +83,8 @@ class Evaluation:
             "n_alive": {name: len(indices) for name, indices in self.alive.items()},
             "l0": self.l0,
             "reconstruction": self.reconstruction,
+            "relative": self.relative,
+            "well_tempered": self.well_tempered,
             "faithfulness": self.faithfulness,
         }
 
@@ -79,9 +94,9 @@ def held_out(
 ) -> Iterator[Step]:
     """Plain steps on batches that training never drew, to measure on."""
     compare = divergence or decomposition.divergence or DIVERGENCES.get(decomposition.config.divergence)
-    model = decomposition.model
+    model, masks = decomposition.model, decomposition.config.masks
     for i, batch in enumerate(islice(batches(data, seed, stream="evaluation"), n_batches)):
-        yield Step(model, to_device(batch, model.device), {}, compare, seed=seed, index=i)
+        yield Step(model, to_device(batch, model.device), {}, compare, seed=seed, index=i, masks=masks)
 
 
 @torch.no_grad()
@@ -98,12 +113,24 @@ def evaluate(
 ) -> Evaluation:
     """Measure a decomposition on `n_batches` fresh batches, and on a probe where the truth is known."""
     model = decomposition.model
-    totals = dict.fromkeys(SOURCES, 0.0)
+    sources = [source for source in SOURCES if source != "adversarial"]
+    totals = dict.fromkeys(sources, 0.0)
+    shares = Shares()
     counts = dict.fromkeys(model.layers, 0.0)
     important = {name: torch.zeros(layer.C, dtype=torch.bool) for name, layer in model.layers.items()}
+    right = pairs = 0.0
+    tempered = True
     for step in held_out(decomposition, data, n_batches, seed, divergence):
-        for source in SOURCES:
-            totals[source] += float(step.distance(step.output(step.masks(source, 0)))) / n_batches
+        found = {source: float(step.distance(step.output(step.masks(source, 0)))) for source in sources}
+        totals = {source: totals[source] + value / n_batches for source, value in found.items()}
+        for name, source in SHARES.items():
+            shares.add(name, found[source], found["zero"])
+        if step.index < HARD_BATCHES:
+            for name, value in _stress(step):
+                shares.add(name, value, found["zero"])
+            counted = well_tempered(step) if tempered else None
+            tempered = counted is not None
+            right, pairs = (right + counted[0], pairs + counted[1]) if counted else (right, pairs)
         for name, raw in step.raw.items():
             counts[name] += l0(clipped(raw), step.weights) / n_batches
             important[name] |= (clipped(raw).flatten(0, -2) > IMPORTANT).any(0).cpu()
@@ -112,11 +139,16 @@ def evaluate(
         probed = {name: g.cpu() for name, g in decomposition.importances(probe).items()}
         for name, g in probed.items():
             important[name] |= (g > IMPORTANT).any(0)
+    for step in held_out(decomposition, data, n_batches, seed, divergence):
+        everything = step.distance(step.output(step.masks("zero", 0)))
+        shares.add("deletion", deleted(step, important), float(everything))
     checks = {
         name: run_check(pattern, k, probed[name]) for name, (pattern, k) in (ground_truth or {}).items()
     }
     return Evaluation(
         reconstruction=totals,
+        relative=shares.relative(),
+        well_tempered=right / pairs if tempered and pairs else None,
         faithfulness=float(faithfulness(model)),
         l0=counts,
         alive={name: torch.nonzero(chosen).flatten().tolist() for name, chosen in important.items()},
@@ -124,6 +156,46 @@ def evaluate(
         similarity=_similarity(decomposition, similarity_of, important) if similarity_of else None,
         probe_importances=probed,
     )
+
+
+def _stress(step: Step) -> Iterator[tuple[str, float]]:
+    """What an adversary and other datapoints' importances do to one batch."""
+    with_delta = step.mask_settings.delta
+    for delta in (True, False):
+        (_, harm), *_ = attacked(step, [ATTACK_STEPS], delta=delta)
+        yield f"attack_{ATTACK_STEPS}_{'with' if delta else 'without'}_delta", harm
+        if delta == with_delta:
+            yield f"attack_{ATTACK_STEPS}", harm
+    for size, masks in union_masks(step):
+        yield f"union_{size}", float(step.distance(step.output(masks)))
+
+
+@torch.no_grad()
+def attack_ladder(
+    decomposition: Decomposition,
+    data: Data,
+    steps: int = 320,
+    *,
+    divergence: Divergence | None = None,
+    n_batches: int = 2,
+    seed: int = 0,
+) -> dict[str, dict[int, float | None]]:
+    """Divergence under attack after 20, 40, 80, ... steps, relative to removing everything, with and
+    without the delta component to play with."""
+    if steps < 1:
+        raise ConfigError(f"An attack of {steps} steps does nothing; give 1 or more, such as 20 or 320.")
+    rungs = [*(n for n in (ATTACK_STEPS * 2**i for i in range(20)) if n < steps), steps]
+    ladders: dict[str, dict[int, float | None]] = {}
+    for delta in (True, False):
+        shares = Shares()
+        for step in held_out(decomposition, data, n_batches, seed, divergence):
+            everything = float(step.distance(step.output(step.masks("zero", 0))))
+            for rung, harm in attacked(step, rungs, delta=delta):
+                shares.add(str(rung), harm, everything)
+        ladders["with_delta" if delta else "without_delta"] = {
+            int(rung): share for rung, share in shares.relative().items()
+        }
+    return ladders
 
 
 def _similarity(decomposition: Decomposition, layer: str, important: Mapping[str, Tensor]) -> Similarity:

@@ -1,8 +1,8 @@
 """Causal importance functions: how much each subcomponent matters on each datapoint.
 
 A function gives one raw number per subcomponent, from what the *clean* target shows. The raw number
-is squashed twice: `lower_leaky` makes the masks, `upper_leaky` makes the minimality loss (appendix
-A.2 of the paper says why), and `clipped` is what people look at.
+is squashed twice: `lower_leaky` (or `straight_through`) makes the masks, `upper_leaky` makes the
+minimality loss (appendix A.2 of the paper says why), and `clipped` is what people look at.
 
 Most functions look at one layer at a time and see its inner activations `h = V a`: an
 `ImportanceFunction`. One that needs more, the layer's input or all layers at once, is a
@@ -32,6 +32,24 @@ Option = int | float | str | bool
 def lower_leaky(raw: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """Hard sigmoid that leaks below 0 only: masks may fall below 0, never rise above 1."""
     return F.leaky_relu(raw, LEAK).clamp(max=1)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor) -> Tensor:
+        ctx.save_for_backward(raw)
+        return raw.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (raw,), (grad,) = ctx.saved_tensors, grads
+        below = LEAK * grad.clamp(max=0)
+        return torch.where(raw <= 0, below, torch.where(raw <= 1, grad, torch.zeros_like(grad)))
+
+
+def straight_through(raw: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """Clamped to [0, 1]; below 0 a hundredth of the gradient passes where it would raise the value."""
+    return _StraightThrough.apply(raw)
 
 
 def upper_leaky(raw: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:

@@ -1,25 +1,28 @@
-"""The losses of the paper, each a small class that is its own configuration, and the divergences
-they use.
+"""The losses, the paper's and what the field has added since, each a small class that is its own
+configuration, and the divergences they use.
 
 A loss is a frozen settings class: its fields are its settings in a config file, `value` computes it
 on one training step. A new loss is one class under `@register_loss`; nothing else in rankone has to
 know.
 
-There is one reconstruction loss. What the paper calls stochastic-recon and
-stochastic-recon-layerwise are this one under two routings, and both use the same mask samples, as
-in Algorithm 1.
+All reconstruction losses are one, under different mask sources and routings. What the paper calls
+stochastic-recon and stochastic-recon-layerwise differ in the routing alone, and use the same mask
+samples, as in Algorithm 1. docs/method.md says what each piece is for and what it did.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
+from rankone.adversary import Attack, PersistentAttack, Scope
 from rankone.errors import TrainingError
-from rankone.settings import Coefficient, Registry, Settings
+from rankone.importance import upper_leaky
+from rankone.masks import ROUTINGS, MaskSource
+from rankone.settings import Coefficient, Positive, Registry, Settings
 from rankone.step import Divergence, Penalty, Step, faithfulness
 
 DIVERGENCES: Registry[Divergence] = Registry("divergence")
@@ -74,8 +77,23 @@ class Faithfulness(Loss):
         return faithfulness(step.model)
 
 
-class Reconstruction(Loss):
+class MaskedPasses(Loss):
     """The masked network must do what the target does: one mask source under one routing."""
+
+    @abstractmethod
+    def source(self) -> tuple[str | MaskSource, str, int]:
+        """The mask source, the routing and the number of samples."""
+
+    def value(self, step: Step) -> Float[Tensor, ""]:
+        source, routing, samples = self.source()
+        distances = [step.distance(output) for output in step.outputs(source, routing, samples)]
+        if not distances:
+            raise TrainingError(f"The routing {routing!r} made no pass at all; it must yield at least one.")
+        return distances[0] if len(distances) == 1 else torch.stack(distances).mean()
+
+
+class Reconstruction(MaskedPasses):
+    """A reconstruction loss whose mask source and routing are known by name."""
 
     routing: ClassVar[str]
     mask: ClassVar[str]
@@ -83,13 +101,8 @@ class Reconstruction(Loss):
     samples: int = Field(default=1, ge=1, le=1000)
     """S, the number of mask samples per step."""
 
-    def value(self, step: Step) -> Float[Tensor, ""]:
-        distances = [step.distance(output) for output in step.outputs(self.mask, self.routing, self.samples)]
-        if not distances:
-            raise TrainingError(
-                f"The routing {self.routing!r} made no pass at all; it must yield at least one."
-            )
-        return distances[0] if len(distances) == 1 else torch.stack(distances).mean()
+    def source(self) -> tuple[str | MaskSource, str, int]:
+        return self.mask, self.routing, self.samples
 
 
 @register_loss("stochastic_recon")
@@ -114,9 +127,117 @@ class StochasticReconLayerwise(Reconstruction):
     """beta2."""
 
 
+@register_loss("stochastic_recon_subset")
+class StochasticReconSubset(Reconstruction):
+    """On every datapoint a random choice of layers stochastically masked, in one pass."""
+
+    routing: ClassVar[str] = "subset"
+    mask: ClassVar[str] = "stochastic"
+
+    coefficient: Coefficient = 1.0
+    """Its weight, in place of beta2."""
+
+
+@register_loss("importance_recon")
+class ImportanceRecon(Reconstruction):
+    """All layers masked by the importances themselves: r = 0 everywhere."""
+
+    routing: ClassVar[str] = "all"
+    mask: ClassVar[str] = "importance"
+
+    coefficient: Coefficient = 1.0
+    """Its weight."""
+
+
+@register_loss("adversarial_recon")
+class AdversarialRecon(MaskedPasses):
+    """All layers masked as an adversary would: the r that does the most harm."""
+
+    coefficient: Coefficient = 1.0
+    """Its weight."""
+    persistent: bool = False
+    """Whether the adversary lives across steps, moved by Adam, or starts anew in every step and takes
+    steps along the sign of the gradient."""
+    steps: int = Field(default=1, ge=1, le=1000)
+    """Its ascents in every training step. The last one of a persistent adversary costs nothing."""
+    step_size: Positive | None = None
+    """How far an ascent goes, r being in [0, 1]; null for 0.1, or 0.01 (Adam's learning rate) if
+    persistent."""
+    scope: Scope = "batch"
+    """One r for all datapoints of a `batch`, or one for each `datapoint`."""
+    routing: Annotated[str, AfterValidator(ROUTINGS.known)] = "all"
+    """Which layers it attacks in one pass: `all`, `layerwise` or `subset`."""
+    start: float = Field(default=0.0, ge=0, lt=1)
+    """The share of training after which it begins."""
+
+    def source(self) -> tuple[str | MaskSource, str, int]:
+        attack = (
+            PersistentAttack("adversarial_recon", self.steps, self.step_size or 0.01, self.scope)
+            if self.persistent
+            else Attack(self.steps, self.step_size or 0.1, self.scope)
+        )
+        return attack, self.routing, 1
+
+    def value(self, step: Step) -> Float[Tensor, ""]:
+        return super().value(step) if step.progress >= self.start else step.clean.output.new_zeros(())
+
+    @property
+    def settled(self) -> float:
+        return self.start
+
+
+class Scheduled(Loss):
+    """A loss that presses importances down, and may do so more and more."""
+
+    ramp: float = Field(default=0.0, ge=0, le=1)
+    """The share of training over which the coefficient first rises linearly from 0."""
+
+    def ramped(self, progress: float) -> float:
+        return 1.0 if self.ramp == 0 else min(1.0, progress / self.ramp)
+
+    def coefficient_at(self, progress: float) -> float:
+        return self.coefficient * self.ramped(progress)
+
+    @property
+    def settled(self) -> float:
+        return self.ramp
+
+
+class Sparsity(Scheduled):
+    """As few subcomponents as possible should matter on any datapoint: a price for every importance."""
+
+    hold: float = Field(default=0.0, ge=0, lt=1)
+    """The share of training for which what moves stays as it starts."""
+    anneal: float = Field(default=0.5, gt=0, le=1)
+    """The share of training, after that, over which it moves to where it ends."""
+
+    @model_validator(mode="after")
+    def _arrives(self) -> "Sparsity":
+        if self.hold + self.anneal > 1:
+            raise ValueError(
+                f"hold + anneal is {self.hold + self.anneal:g}, so what moves would never arrive; they may "
+                "be 1 together"
+            )
+        return self
+
+    @abstractmethod
+    def penalty(self, progress: float) -> Penalty:
+        """What an importance costs after this share of training."""
+
+    def value(self, step: Step) -> Float[Tensor, ""]:
+        return step.penalty(self.penalty(step.progress))
+
+    def moved(self, progress: float) -> float:
+        """How much of the way has been gone after this share of training."""
+        return 1 - min(max(0.0, 1 - (progress - self.hold) / self.anneal), 1.0)
+
+
 @register_loss("importance_minimality")
-class ImportanceMinimality(Loss):
-    """As few subcomponents as possible should matter on any datapoint (beta3 in the paper)."""
+class ImportanceMinimality(Sparsity):
+    """As few subcomponents as possible should matter on any datapoint (beta3 in the paper).
+
+    Exponent, coefficient and saturation may move, all along the same way (`hold` and `anneal`).
+    """
 
     coefficient: Coefficient = 3e-3
     """beta3."""
@@ -127,10 +248,6 @@ class ImportanceMinimality(Loss):
     """Exponent of the penalty."""
     p_start: float | None = Field(default=None, gt=0, le=100)
     """Exponent at the start of training, from which it moves linearly to p; null to use p throughout."""
-    hold: float = Field(default=0.0, ge=0, lt=1)
-    """The share of training for which exponent, coefficient and saturation stay as they start."""
-    anneal: float = Field(default=0.5, gt=0, le=1)
-    """The share of training, after that, over which they move to where they end."""
     saturation: Coefficient = 0.0
     """How flat the penalty becomes near 1, to which it moves from 0 along with the exponent:
     importances near 1 are pressed 1 + saturation times less, those near 0 as many times more."""
@@ -147,23 +264,14 @@ class ImportanceMinimality(Loss):
             raise ValueError(
                 "a coefficient of 0 switches the loss off; with coefficient_start, let it end at a small one"
             )
-        if self.hold + self.anneal > 1:
-            raise ValueError(
-                f"hold + anneal is {self.hold + self.anneal:g}, so exponent, coefficient and saturation "
-                "would never arrive; they may be 1 together"
-            )
         return self
 
-    def value(self, step: Step) -> Float[Tensor, ""]:
-        return step.penalty(self.penalty(step.progress))
-
     def penalty(self, progress: float) -> Penalty:
-        """What an importance costs after this share of training."""
         p = self.exponent(progress)
         return Penalty(p, self.eps if p < 1 else 0.0, self._moving(0.0, self.saturation, progress))
 
     def coefficient_at(self, progress: float) -> float:
-        return self._moving(self.coefficient_start, self.coefficient, progress)
+        return self._moving(self.coefficient_start, self.coefficient, progress) * self.ramped(progress)
 
     def exponent(self, progress: float) -> float:
         """The exponent after this share of training."""
@@ -172,10 +280,60 @@ class ImportanceMinimality(Loss):
     @property
     def settled(self) -> float:
         moves = self.p_start is not None or self.coefficient_start is not None or self.saturation > 0
-        return self.hold + self.anneal if moves else 0.0
+        return max(self.ramp, self.hold + self.anneal if moves else 0.0)
 
     def _moving(self, start: float | None, end: float, progress: float) -> float:
         if start is None:
             return end
         ahead = 1 - (progress - self.hold) / self.anneal
         return end + (start - end) * min(max(0.0, ahead), 1.0)
+
+
+@register_loss("smooth_l0")
+class SmoothL0(Sparsity):
+    """The number of important subcomponents, made smooth: g^2 / (g^2 + gamma^2), instead of a power."""
+
+    coefficient: Coefficient = 3e-3
+    """What one important subcomponent costs."""
+    gamma_start: Positive = 1.0
+    """gamma at the start of training; it falls geometrically."""
+    gamma: Positive = 0.01
+    """gamma at the end: importances far above it count as one, far below as none."""
+
+    def penalty(self, progress: float) -> Penalty:
+        way = self.moved(progress)
+        return Penalty(0.0, gamma=self.gamma_start ** (1 - way) * self.gamma**way)
+
+    @property
+    def settled(self) -> float:
+        return max(self.ramp, self.hold + self.anneal)
+
+
+@register_loss("frequency")
+class Frequency(Scheduled):
+    """A subcomponent that is important everywhere costs more than two that share its work:
+    s log2(1 + s), where s is how often it is important."""
+
+    coefficient: Coefficient = 1e-3
+    """Its weight; about half that of minimality."""
+    remember: float = Field(default=0.0, ge=0, lt=1)
+    """How much of s is what it was in earlier steps, for batches too small to count in; 0 counts in
+    the batch alone."""
+
+    def value(self, step: Step) -> Float[Tensor, ""]:
+        costs = []
+        for name, raw in step.raw.items():
+            g = upper_leaky(raw)
+            if self.remember == 0 and g.shape[:-1].numel() < 2:
+                raise TrainingError(
+                    "The loss 'frequency' counts how often a subcomponent is important, but a batch has only "
+                    "one datapoint. Use larger batches, or set losses.frequency.remember=0.99."
+                )
+            s = step.mean_of_each(g)
+            if self.remember > 0:
+                key = f"frequency/{name}"
+                before = step.memory.get(key, s.detach())
+                s = self.remember * before + (1 - self.remember) * s
+                step.memory[key] = s.detach()
+            costs.append((s * torch.log2(1 + s)).sum())
+        return torch.stack(costs).sum()

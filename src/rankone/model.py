@@ -85,22 +85,48 @@ class DecomposedLayer(nn.Module):
         dtype = self.weight_dtype
         return self.adapter.write(z.to(dtype), self.subcomponents.U.to(dtype))
 
-    def masked(self, x: Activation, mask: Mask, original: Callable[..., Any]) -> Activation:
-        """The output for an input under a mask; `original` is the module's own forward."""
-        z = self.read(x) * mask.values
-        output = self.write(z) if mask.delta is None else self._write_with_delta(x, z, mask.delta)
-        if mask.where is None:
-            return output
-        return torch.where(mask.where.unsqueeze(-1), dense(output), dense(original(x)))
+    def masked(self, x: Activation, mask: Mask) -> Activation:
+        """The output for an input under a mask."""
+        h = self.read(x)
+        z = h * mask.values
+        if mask.where is None and mask.delta is None:
+            return self.write(z)
+        return self.write_with_rest(z, h, mask, self.rest(x))
 
-    def _write_with_delta(self, x: Activation, z: Tensor, delta: Float[Tensor, "*lead"]) -> Activation:
-        """U z + delta (W - U V) a + bias: the rest is written by unit vectors, one for each output."""
-        U, dtype = self.subcomponents.U, self.weight_dtype
-        rest = self.matrix() - self.subcomponents.weight()
-        unmasked = self.adapter.read(x, rest.to(dtype)).to(z.dtype)
-        z = torch.cat([z, delta.unsqueeze(-1) * unmasked], -1)
-        units = torch.eye(U.shape[0], dtype=U.dtype, device=U.device)
-        return self.adapter.write(z.to(dtype), torch.cat([U, units], 1).to(dtype))
+    def rest(self, x: Activation) -> tuple[Float[Tensor, "*lead k"], Float[Tensor, "d_out k"] | None]:
+        """What the original matrix makes of an input, as (vectors, directions): (a, W), or (W a, None)
+        where that is narrower."""
+        W = self.adapter.matrix().detach()
+        dtype = self.subcomponents.U.dtype
+        if W.shape[0] <= W.shape[1]:
+            return self.adapter.read(x, W).to(dtype), None
+        return self.adapter.vectors(x).to(dtype), W.to(dtype)
+
+    def write_with_rest(
+        self,
+        z: Float[Tensor, "*lead C"],
+        h: Float[Tensor, "*lead C"],
+        mask: Mask,
+        rest: tuple[Tensor, Tensor | None],
+    ) -> Activation:
+        """The output for masked inner activations z under a mask that has a delta or holds somewhere only.
+
+        U z + delta (W - U V) a is U (z - delta h) + delta W a, and the original is W a.
+        """
+        vectors, W = rest
+        share: Tensor | None = None if mask.delta is None else mask.delta.unsqueeze(-1)
+        if share is not None:
+            z = z - share * h
+        if mask.where is not None:
+            where = mask.where.unsqueeze(-1)
+            z = z * where
+            share = torch.where(where, 0.0 if share is None else share, 1.0)
+        assert share is not None
+        dtype = self.weight_dtype
+        U = self.subcomponents.U.to(dtype)
+        return self.adapter.write_sum(
+            z.to(dtype), U, (share * vectors).to(dtype), None if W is None else W.to(dtype)
+        )
 
     def verify(self, x: Activation, output: Activation) -> None:
         """Raise unless this layer is its matrix and bias and nothing else."""
@@ -336,10 +362,8 @@ class DecomposedModel(nn.Module):
         """Whatever `run()` returns while the target's layers in `masks` are their masked subcomponents."""
 
         def replacement(layer: DecomposedLayer, mask: Mask) -> Callable[..., Activation]:
-            original = layer.adapter.module.forward
-
             def forward(*args: Any, **kwargs: Any) -> Activation:
-                return layer.masked(only_input(layer.name, args, kwargs), mask, original)
+                return layer.masked(only_input(layer.name, args, kwargs), mask)
 
             return forward
 

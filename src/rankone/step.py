@@ -8,7 +8,7 @@ are given.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from rankone.data import Batch, mean_over_data, row_weights, seed_for
 from rankone.errors import TargetError, TrainingError, shown
 from rankone.importance import upper_leaky
-from rankone.masks import ROUTINGS, SOURCES, Masks
+from rankone.masks import ROUTINGS, SOURCES, Draw, Masks, MaskSettings, MaskSource
 from rankone.model import DecomposedModel
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -28,19 +28,31 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 class Penalty(NamedTuple):
-    """What an importance g costs: (1 + saturation) q / (1 + saturation q), where q = (g + eps)^p."""
+    """What an importance g costs: (1 + saturation) q / (1 + saturation q), where q = (g + eps)^p; with
+    a gamma, g^2 / (g^2 + gamma^2)."""
 
     p: float
     eps: float = 0.0
     saturation: float = 0.0
+    gamma: float = 0.0
 
     def of(self, raw: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead"]:
         """The cost of all subcomponents of a layer together, per datapoint."""
         q = upper_leaky(raw)
+        if self.gamma > 0:
+            square = q.square()
+            return (square / (square + self.gamma**2)).sum(-1)
         if self.p != 1:
             q = q.square() if self.p == 2 else (q + self.eps).pow(self.p)
         s = self.saturation
         return (q if s == 0 else (1 + s) * q / (1 + s * q)).sum(-1)
+
+
+class Follower(NamedTuple):
+    """Someone who wants the gradient of the loss to tensors that are no parameters: an adversary."""
+
+    leaves: list[Tensor]
+    then: Callable[[list[Tensor | None]], None]
 
 
 @runtime_checkable
@@ -65,12 +77,20 @@ class Step:
         seed: int = 0,
         index: int = 0,
         progress: float = 0.0,
+        masks: MaskSettings | None = None,
+        memory: dict[str, Tensor] | None = None,
     ) -> None:
-        """`index` numbers the step; `progress` is how much of training lies behind it, from 0 to 1."""
+        """`index` numbers the step; `progress` is how much of training lies behind it, from 0 to 1.
+
+        `memory` is what mask sources and losses keep from step to step.
+        """
         self.model, self.batch, self.terms, self.divergence = model, batch, terms, divergence
         self.seed, self.index, self.progress = seed, index, progress
+        self.mask_settings = masks or MaskSettings()
+        self.memory = {} if memory is None else memory
+        self.followers: list[Follower] = []
         self.weights = row_weights(batch)
-        self._masks: dict[tuple[str, int, bool], Masks] = {}
+        self._masks: dict[tuple[Any, int, bool], Masks] = {}
         self.clean = model.clean(batch)
         self.inner = model.inner(self.clean)
         self.raw = self.importances()
@@ -85,22 +105,45 @@ class Step:
         """Raw importances of every layer, from the clean pass."""
         return self.model.raw_importances(self.clean, self.inner)
 
-    def masks(self, source: str, sample: int) -> Masks:
-        """The masks of one sample, the same for every loss that asks."""
+    def masks(self, source: str | MaskSource, sample: int, routing: str = "all") -> Masks:
+        """The masks of one sample; those of a named source are the same for every loss that asks."""
         key = (source, sample, torch.is_grad_enabled())
-        if key not in self._masks:
-            self._masks[key] = SOURCES.get(source)(self.raw, lambda layer: self.mask_key(layer, sample))
-        return self._masks[key]
+        if isinstance(source, str) and key in self._masks:
+            return self._masks[key]
+        masks = (SOURCES.get(source) if isinstance(source, str) else source)(self.draw(sample, routing))
+        if isinstance(source, str):
+            self._masks[key] = masks
+        return masks
 
-    def mask_key(self, layer: str, sample: int) -> int:
+    def draw(self, sample: int, routing: str = "all") -> Draw:
+        """What a mask source is told."""
+
+        def harm(masks: Masks) -> Float[Tensor, ""]:
+            distances = [self.distance(self.output(routed)) for routed in self.routed(masks, routing, sample)]
+            return torch.stack(distances).mean()
+
+        return Draw(
+            self.raw,
+            lambda name: self.mask_key(name, sample),
+            self.mask_settings,
+            harm,
+            self.memory,
+            lambda leaves, then: self.followers.append(Follower(leaves, then)),
+        )
+
+    def mask_key(self, name: str, sample: int) -> int:
         """The key of the random numbers of one layer's masks in one sample."""
-        return seed_for(self.seed, f"masks/{layer}/{sample}", self.index)
+        return seed_for(self.seed, f"masks/{name}/{sample}", self.index)
 
-    def outputs(self, source: str, routing: str, samples: int) -> Iterator[Tensor]:
+    def routed(self, masks: Masks, routing: str, sample: int) -> Iterator[Masks]:
+        """The masks of each pass that a routing makes."""
+        key = seed_for(self.seed, f"routing/{routing}/{sample}", self.index)
+        return ROUTINGS.get(routing)(masks, key)
+
+    def outputs(self, source: str | MaskSource, routing: str, samples: int) -> Iterator[Tensor]:
         """The target's output in every pass that a routing makes of every sample of masks."""
         for sample in range(samples):
-            key = seed_for(self.seed, f"routing/{routing}/{sample}", self.index)
-            for masks in ROUTINGS.get(routing)(self.masks(source, sample), key):
+            for masks in self.routed(self.masks(source, sample, routing), routing, sample):
                 yield self.output(masks)
 
     def output(self, masks: Masks) -> Tensor:
@@ -122,6 +165,11 @@ class Step:
     def mean(self, per_datapoint: Float[Tensor, "*lead"]) -> Float[Tensor, ""]:
         """The mean over the data of one number per datapoint, as every loss takes it."""
         return mean_over_data(per_datapoint, self.weights)
+
+    def mean_of_each(self, values: Float[Tensor, "*lead C"]) -> Float[Tensor, " C"]:
+        """The mean over the data of one number per datapoint and subcomponent, for each subcomponent."""
+        rows = values.reshape(len(values), -1, values.shape[-1]).mean(1)
+        return rows.mean(0) if self.weights is None else self.weights.to(rows.dtype) @ rows
 
     def penalty(self, shape: Penalty) -> Float[Tensor, ""]:
         """What all importances of all layers cost, averaged over the data."""
@@ -154,9 +202,16 @@ def faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:
     return sum(errors[1:], errors[0])
 
 
-def set_gradients(loss: Tensor, parameters: list[torch.nn.Parameter]) -> None:
+def set_gradients(
+    loss: Tensor, parameters: list[torch.nn.Parameter], followers: Sequence[Follower] = ()
+) -> None:
     """Gradients for our parameters only: `backward()` would also fill the target's `.grad`."""
-    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+    leaves = [leaf for follower in followers for leaf in follower.leaves]
+    gradients = list(torch.autograd.grad(loss, [*parameters, *leaves], allow_unused=True))
+    for p, gradient in zip(parameters, gradients, strict=False):
         if gradient is not None and gradient.stride() != p.stride():  # a fused optimiser walks through memory
             gradient = torch.empty_like(p).copy_(gradient)
         p.grad = gradient
+    rest = iter(gradients[len(parameters) :])
+    for follower in followers:
+        follower.then([next(rest) for _ in follower.leaves])

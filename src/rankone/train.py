@@ -77,6 +77,7 @@ class Training:
         self.trained = model.trained()
         self.parameters = list(self.trained.values())
         self.optimizer = Adam(self.trained)
+        self.memory: dict[str, Tensor] = {}
         self.step = 0
         self.seconds = 0.0
         self.history: list[Record] = []
@@ -125,7 +126,7 @@ class Training:
         config = self.config.optimizer
         step = self.make_step(index, batch)
         total, terms = step.total()
-        set_gradients(total, self.parameters)
+        set_gradients(total, self.parameters, step.followers)
         if config.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, config.grad_clip)
         self.optimizer.update(learning_rate(config, index, self.config.steps))
@@ -135,8 +136,9 @@ class Training:
         progress = index / self.config.steps
         seed = self.config.seed
         return self.engine(
-            self.model, batch, self.losses, self.divergence, seed=seed, index=index, progress=progress
-        )
+            self.model, batch, self.losses, self.divergence, seed=seed, index=index, progress=progress,
+            masks=self.config.masks, memory=self.memory,
+        )  # fmt: skip
 
     def _warm_up(self) -> None:
         settings = self.config.faithfulness_warmup
@@ -237,6 +239,7 @@ class Training:
             "config": self.config.model_dump(mode="json"),
         }
         tensors |= self.optimizer.tensors()
+        tensors |= {f"memory/{name}": t for name, t in self.memory.items()}
         name = save_checkpoint(self.directory, tensors, meta, self.config.keep_checkpoints)
         return str(self.directory.path / name)
 
@@ -256,6 +259,11 @@ class Training:
         torch.set_num_threads(meta["threads"])
         load_parameters(self.model, tensors)
         self.optimizer.load(tensors)
+        self.memory = {
+            k.removeprefix("memory/"): t.to(self.model.device)
+            for k, t in tensors.items()
+            if k.startswith("memory/")
+        }
         self.step, self.seconds = meta["step"], meta["seconds"]
         return meta["metrics_bytes"], meta["metrics_sha256"]
 

@@ -287,6 +287,7 @@ def _start_threads() -> int:
     That sets the number of threads of everything that uses OpenMP, torch included: it is put back.
     """
     import numba.core.config
+    import numba.np.ufunc.parallel as layers
     import torch
 
     config: Any = numba.core.config
@@ -296,7 +297,7 @@ def _start_threads() -> int:
     try:
         with suppress(ValueError):  # there is no OpenMP here; other layers start when they are needed
             numba.get_num_threads()
-            return config.NUMBA_NUM_THREADS if numba.threading_layer() == "omp" else 1
+            return config.NUMBA_NUM_THREADS if layers.threading_layer() == "omp" else 1
         return 1
     finally:
         config.THREADING_LAYER = layer
@@ -333,9 +334,14 @@ def _digest(kernels: Kernels, threads: int = 1) -> str:
     h, w_in, b_in, w_out, b_out = uniform(C, rows), *(uniform(C, d_gate) for _ in range(3)), uniform(C)
     w_in[1] *= 1000  # too steep for nodes
     w_in[2] *= np.float32(1e-4)  # nodes that differ by rounding
-    key = np.uint32(12345), np.uint32(67890), abs(uniform(rows))
-    for penalty in ((1, 0, 0), (2, 0, 0), (0.9, 1e-6, 0), (0.9, 1e-6, 3)):
-        given = *key, *(np.float32(number) for number in penalty)
+    key, weights = (np.uint32(12345), np.uint32(67890)), abs(uniform(rows))
+    paper, other = (1, 0, 0.01), (2, 0.5, 0)
+    for masks, penalty in (
+        (paper, (1, 0, 0, 0)), (paper, (2, 0, 0, 0)), (paper, (0.9, 1e-6, 0, 0)),
+        (paper, (0.9, 1e-6, 3, 0)), (other, (1, 0, 0, 0.1)),
+    ):  # fmt: skip
+        masks, penalty = (tuple(np.float32(number) for number in of) for of in (masks, penalty))
+        given = *key, *masks, weights, *penalty
         raw, mask, masked, slopes, to_h = np.zeros((5, C, rows), np.float32)
         kept = slopes, *np.zeros((2, C), np.float32), np.zeros(C, np.int32)
         penalties, to_b_out = np.zeros((2, C), np.float32)

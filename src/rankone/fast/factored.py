@@ -208,3 +208,6 @@ class FactoredLinearAdapter(LinearAdapter):
 
     def write(self, z: Tensor, U: Tensor) -> Activation:
         return Factored((z, U))
+
+    def write_sum(self, z: Tensor, U: Tensor, rest: Tensor, W: Tensor | None) -> Activation:
+        return super().write_sum(z, U, rest, None) if W is None else Factored((z, U), (rest, W))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rankone.errors import TrainingError
 from rankone.fast.compiled import kernels
-from rankone.importance import ImportanceFunction, MLPImportance
+from rankone.importance import LEAK, ImportanceFunction, MLPImportance
+from rankone.masks import MaskSettings
 from rankone.step import Penalty
 
 FEWEST_ROWS = 64
@@ -46,6 +47,7 @@ def gated(
     gates: Mapping[str, Gate],
     penalty: Penalty | None = None,
     row_weights: Float[Tensor, " rows"] | None = None,
+    masks: MaskSettings | None = None,
 ) -> tuple[dict[str, Gated], Float[Tensor, ""] | None]:
     """What interpolated gates say, for the layers to which that applies; and the penalty of those
     layers.
@@ -63,7 +65,9 @@ def gated(
         inputs += [flat, importance.w_in, importance.b_in, importance.w_out, importance.b_out]
     keys = [gate.key for gate in served.values()]
     # One function for all layers: in a small network, calling it costs as much as what it computes.
-    total, *outputs = _GatesAndMasks.apply(keys, penalty or Penalty(0.0), row_weights, *inputs)
+    total, *outputs = _GatesAndMasks.apply(
+        keys, masks or MaskSettings(), penalty or Penalty(0.0), row_weights, *inputs
+    )
     layers: dict[str, Gated] = {}
     for i, (name, (_, h, _)) in enumerate(served.items()):
         wide = outputs[3 * i : 3 * i + 3]
@@ -101,12 +105,19 @@ class _GatesAndMasks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, keys: list[int], penalty: Penalty, row_weights: Tensor | None, *inputs: Tensor
+        ctx: Any,
+        keys: list[int],
+        masks: MaskSettings,
+        penalty: Penalty,
+        row_weights: Tensor | None,
+        *inputs: Tensor,
     ) -> Any:
         compiled, threads = kernels(), torch.get_num_threads()
         assert compiled is not None
         weights = None if row_weights is None else row_weights.float().contiguous().numpy()
         shape = tuple(np.float32(number) for number in penalty)
+        rule = *masks.stretch, LEAK if masks.sigmoid == "leaky" else 0.0
+        rule = tuple(np.float32(number) for number in rule)
         ctx.layers = []
         outputs: list[Tensor] = []
         total = 0.0
@@ -116,7 +127,7 @@ class _GatesAndMasks(torch.autograd.Function):
             columns = _columns(h)
             gate = [w.detach().contiguous().numpy() for w in parameters]
             per_row = np.full(rows, 1 / rows, np.float32) if weights is None else weights
-            settings = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), per_row, *shape
+            settings = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), *rule, per_row, *shape
             wide = [h.new_empty(C, rows) for _ in range(3)]
             raw, mask, masked = (t.numpy() for t in wide)
             penalties = np.empty(C, np.float32)
@@ -139,7 +150,7 @@ class _GatesAndMasks(torch.autograd.Function):
         assert compiled is not None
         to_penalty, *to_outputs = grads
         scale = np.float32(0 if to_penalty is None else to_penalty.item())
-        to_inputs: list[Tensor | None] = [None, None, None]
+        to_inputs: list[Tensor | None] = [None, None, None, None]
         for i, layer in enumerate(ctx.layers):
             to_wide = to_outputs[3 * i : 3 * i + 3]
             if to_penalty is None and all(g is None for g in to_wide):

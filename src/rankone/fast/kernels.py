@@ -110,6 +110,12 @@ def _uniform(counter: Any, key0: Any, key1: Any) -> Any:
 
 
 @_inline
+def _source(counter: Any, key0: Any, key1: Any, r_scale: Any, r_offset: Any) -> Any:
+    """The r of a mask, as `masks.MaskSettings.random` gives it."""
+    return min(max(_uniform(counter, key0, key1) * r_scale - r_offset, f4(0.0)), f4(1.0))
+
+
+@_inline
 def _interval(t: Any, last: Any) -> Any:
     """The interval that position `t` (in units of intervals) falls into; safe for NaN, too."""
     return np.uint64(min(max(np.int32(t), np.int32(0)), last))
@@ -140,12 +146,14 @@ def _power(x: Any, p: Any) -> Any:
 @_loops(pipeline_class=_Unaliased)
 def _forward(
     begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any,
-    row_weights: Any, p: Any, eps: Any, saturation: Any, raw: Any, mask: Any, masked: Any, penalty: Any,
+    r_scale: Any, r_offset: Any, leak: Any,
+    row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any, raw: Any, mask: Any, masked: Any, penalty: Any,
     slopes: Any, low: Any, width: Any, nodes: Any,
 ) -> None:  # fmt: skip
     """Raw importances, stochastic masks and masked inner activations from inner activations h.
 
-    All are `[C, rows]`. `penalty[c]` becomes the sum over rows of row_weights times the penalty of
+    All are `[C, rows]`. `r_scale`, `r_offset` and `leak` are the settings of masks: a leak of 0 stands for
+    the straight-through sigmoid. `penalty[c]` becomes the sum over rows of row_weights times the penalty of
     upper_leaky(raw) (see step.Penalty). Also fills in what the way back needs: the slope of the
     gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart
     they are (`width`) and how many there are (`nodes`; 0 where none are used, and then there are no
@@ -208,14 +216,18 @@ def _forward(
                 )
         first = u4(c * rows)
         for r in range(rows):
-            u = _uniform(u4(first + r), key0, key1)
+            u = _source(u4(first + r), key0, key1, r_scale, r_offset)
             x = raw[c, r]
-            g = min(max(x, LEAK * x), f4(1.0))
+            g = min(max(x, leak * x), f4(1.0))
             m = g + (f4(1.0) - g) * u
             mask[c, r] = m
             masked[c, r] = m * h[c, r]
         total = f4(0.0)
-        if saturation > f4(0.0):
+        if gamma > f4(0.0):
+            for r in range(rows):
+                x = _squashed(raw[c, r])
+                total += row_weights[r] * x * x / (x * x + gamma * gamma)
+        elif saturation > f4(0.0):
             for r in range(rows):
                 q = _power(_squashed(raw[c, r]) + eps, p)
                 total += row_weights[r] * (f4(1.0) + saturation) * q / (f4(1.0) + saturation * q)
@@ -235,8 +247,8 @@ def _forward(
 @_loops()
 def _backward(
     begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any,
-    row_weights: Any, p: Any, eps: Any,
-    saturation: Any, raw: Any, mask: Any, slopes: Any, low: Any, width: Any, nodes: Any,
+    r_scale: Any, r_offset: Any, leak: Any, row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any,
+    raw: Any, mask: Any, slopes: Any, low: Any, width: Any, nodes: Any,
     has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_masked: bool, to_masked: Any,
     to_penalty: Any,
     to_h: Any, to_w_in: Any, to_b_in: Any, to_w_out: Any, to_b_out: Any,
@@ -253,12 +265,20 @@ def _backward(
             by_mask = (to_mask[c, r] if has_mask else f4(0.0)) + (
                 to_masked[c, r] * h[c, r] if has_masked else f4(0.0)
             )
-            to_gate[r] = by_mask * leaky * (f4(1.0) - _uniform(u4(first + r), key0, key1))
+            if leak == f4(0.0) and x <= f4(0.0):
+                by_mask = min(by_mask, f4(0.0))
+            to_gate[r] = by_mask * leaky * (f4(1.0) - _source(u4(first + r), key0, key1, r_scale, r_offset))
         if has_raw:
             for r in range(rows):
                 to_gate[r] += to_raw[c, r]
         if to_penalty != f4(0.0):
-            if saturation > f4(0.0):
+            if gamma > f4(0.0):
+                for r in range(rows):
+                    x = _squashed(raw[c, r])
+                    below = x * x + gamma * gamma
+                    rise = f4(2.0) * x * gamma * gamma / (below * below)
+                    to_gate[r] += to_penalty * row_weights[r] * _squashed_slope(raw[c, r]) * rise
+            elif saturation > f4(0.0):
                 for r in range(rows):
                     x = _squashed(raw[c, r]) + eps
                     flattened = f4(1.0) + saturation * _power(x, p)
@@ -395,15 +415,18 @@ def _call(typing: Any, address: Any, arguments: Any) -> Any:
     return types.void(types.int64, arguments), generate
 
 
+call: Any = _call  # numba gives it the first argument
+
+
 @njit(nogil=True, parallel=True, no_cfunc_wrapper=True)
 def spread(kernel: int, edges: Any, arguments: Any) -> None:
     """Run the kernel at an address on every range between two edges, on OpenMP's threads."""
     for i in numba.prange(len(edges) - 1):
-        _call(kernel, (edges[i], edges[i + 1], *arguments))
+        call(kernel, (edges[i], edges[i + 1], *arguments))
 
 
 _wide, _flat, _counts = types.float32[:, ::1], types.float32[::1], types.int32[::1]
-_numbers = types.uint32, types.uint32, _flat, types.float32, types.float32, types.float32
+_numbers = types.uint32, types.uint32, *[types.float32] * 3, _flat, *[types.float32] * 4
 _kept = _wide, _flat, _flat, _counts
 _gradient = types.boolean, _wide
 

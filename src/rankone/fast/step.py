@@ -9,6 +9,7 @@ and what it promises.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from rankone.fast.factored import Factored
 from rankone.fast.gates import Gate, Gated, gated
 from rankone.fast.products import Memo, keeping_constants, rows_times, sharing
 from rankone.importance import PerLayer
-from rankone.losses import ImportanceMinimality, mse
-from rankone.masks import SOURCES, Mask, Masks
+from rankone.losses import Sparsity, mse
+from rankone.masks import SOURCES, Mask, Masks, MaskSource, random_delta
 from rankone.model import DecomposedModel
 from rankone.step import Penalty, Step
 
@@ -34,7 +35,8 @@ class FastStep(Step):
         self._memo: Memo = {}
         self._gated: dict[str, Gated] = {}
         self._shape: Penalty | None = None
-        self._written: dict[tuple[str, int, bool], tuple[Mask, Activation]] = {}
+        self._written: dict[tuple[Any, ...], tuple[Mask, Activation]] = {}
+        self._rest: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._scaled_target: tuple[Tensor, Tensor] | None = None
         with sharing(self._memo):
             super().__init__(*args, **kwargs)
@@ -58,22 +60,23 @@ class FastStep(Step):
         if not isinstance(self.model.importance, PerLayer):
             return super().importances()
         functions = self.model.importance.functions
-        losses = [term for term in self.terms.values() if isinstance(term, ImportanceMinimality)]
+        losses = [term for term in self.terms.values() if isinstance(term, Sparsity)]
         self._shape = losses[0].penalty(self.progress) if losses else None
         gates = {name: Gate(f, self.inner[name], self.mask_key(name, 0)) for name, f in functions.items()}
-        self._gated, self._penalty = gated(gates, self._shape, self.weights)
+        self._gated, self._penalty = gated(gates, self._shape, self.weights, self.mask_settings)
         return {
             name: self._gated[name].raw if name in self._gated else f(self.inner[name])
             for name, f in functions.items()
         }
 
-    def masks(self, source: str, sample: int) -> Masks:
+    def masks(self, source: str | MaskSource, sample: int, routing: str = "all") -> Masks:
         key = (source, sample, torch.is_grad_enabled())
         if (source, sample) != ("stochastic", 0) or key in self._masks:
-            return super().masks(source, sample)
+            return super().masks(source, sample, routing)
+        draw = self.draw(sample, routing)
         plain = {name: raw for name, raw in self.raw.items() if name not in self._gated}
-        masks = dict(SOURCES.get(source)(plain, lambda layer: self.mask_key(layer, sample)))
-        masks |= {name: Mask(gate.mask) for name, gate in self._gated.items()}
+        masks = dict(SOURCES["stochastic"](replace(draw, raw=plain)))
+        masks |= {name: Mask(g.mask, delta=random_delta(draw, name)) for name, g in self._gated.items()}
         self._masks[key] = {name: masks[name] for name in self.raw}
         return self._masks[key]
 
@@ -87,18 +90,22 @@ class FastStep(Step):
         outputs = {name: self.clean.outputs[name] for name in order[:first] if name in self.clean.outputs}
         if masks:
             name = order[first]
-            mask = masks[name]
-            if mask.where is None and mask.delta is None:
-                outputs[name] = self._first_output(name, mask)
+            outputs[name] = self._first_output(name, masks[name])
         return self.model.masked(self.batch, masks, outputs)
 
     def _first_output(self, name: str, mask: Mask) -> Activation:
-        key = (name, id(mask.values), torch.is_grad_enabled())
+        key = (name, id(mask.values), id(mask.where), id(mask.delta), torch.is_grad_enabled())
         if key in self._written:
             return self._written[key][1]
-        gate = self._gated.get(name)
-        z = gate.masked if gate is not None and mask.values is gate.mask else mask.values * self.inner[name]
-        output = self.model.layer(name).write(z)
+        gate, layer = self._gated.get(name), self.model.layer(name)
+        h = self.inner[name]
+        z = gate.masked if gate is not None and mask.values is gate.mask else mask.values * h
+        if mask.where is None and mask.delta is None:
+            output = layer.write(z)
+        else:
+            if name not in self._rest:
+                self._rest[name] = layer.rest(self.clean.inputs[name])
+            output = layer.write_with_rest(z, h, mask, self._rest[name])
         if name in self.clean.outputs:  # unless the target overwrites what this layer returns
             self._written[key] = mask, output
         return output
@@ -146,7 +153,7 @@ class OrderedLinear(Adapter):
         if type(plain).read is not LinearAdapter.read:
             self.read = plain.read
         if type(plain).write is not LinearAdapter.write:
-            self.write = plain.write
+            self.write, self.write_sum = plain.write, plain.write_sum
 
     def matrix(self) -> Tensor:
         return self.plain.matrix()
@@ -156,3 +163,8 @@ class OrderedLinear(Adapter):
 
     def write(self, z: Tensor, U: Tensor) -> Activation:
         return self.plain.with_bias(rows_times(z, U, rows_first=True))
+
+    def write_sum(self, z: Tensor, U: Tensor, rest: Tensor, W: Tensor | None) -> Activation:
+        return self.plain.with_bias(
+            rows_times(z, U, rows_first=True) + (rest if W is None else rows_times(rest, W, rows_first=True))
+        )

@@ -53,6 +53,10 @@ class Summary(BaseModel):
     """Layer -> mean number of important subcomponents per datapoint."""
     reconstruction: dict[str, float]
     """Mask source -> divergence from the target."""
+    relative: dict[str, float | None] = {}
+    """Divergences as shares of what removing everything costs; empty in runs of before 0.2.0."""
+    well_tempered: float | None = None
+    """How often the more important of two subcomponents is missed more; 0.5 is chance."""
     faithfulness: float
     details: dict[str, Any]
     """What the target's family has to add."""
