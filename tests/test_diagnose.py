@@ -15,7 +15,8 @@ import rankone
 from conftest import rankone_main, small_mlp, uniform
 from rankone import RankoneError
 from rankone.data import WeightedBatch
-from rankone.diagnose import Identity, Numbers, _falling, diagnose, findings
+from rankone.diagnose import _falling, diagnose
+from rankone.findings import Identity, Numbers, findings
 from rankone.patching import insert_identity
 from rankone.runs.config import experiment_config
 from rankone.runs.run import load_run, run

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,13 +17,22 @@ import torch
 from cyclopts import App, CycloptsError, Parameter
 
 from rankone import __version__, console, watch
+from rankone.compare import compare as match_subcomponents
 from rankone.diagnose import diagnose as find_faults
 from rankone.errors import ConfigError
+from rankone.evaluate import attack_ladder
 from rankone.files import RunDirectory, load_sealed
 from rankone.paper.figures import make
 from rankone.paper.plan import runs_for
 from rankone.report.page import can_report, write_report
-from rankone.runs.config import PRESETS, RunConfig, experiment_config, experiment_file, experiment_names
+from rankone.runs.config import (
+    PRESETS,
+    RunConfig,
+    experiment_config,
+    experiment_file,
+    experiment_names,
+    real_differences,
+)
 from rankone.runs.kept import kept_runs
 from rankone.runs.run import allowed_threads, evaluate_again, evaluate_run, load_run, read_config
 from rankone.settings import fields, to_yaml
@@ -241,9 +251,43 @@ def train_target(experiment: Experiment, /, *, seed: int | None = None, out: Any
 
 
 @app.command
-def evaluate(directory: Directory, /) -> None:
-    """Evaluate a finished run again and print its numbers; summary.json is brought up to date."""
-    console.print_summary(evaluate_again(directory))
+def evaluate(directory: Directory, /, *, attack: int | None = None) -> None:
+    """Evaluate a finished run again and print its numbers; summary.json is brought up to date.
+
+    Parameters
+    ----------
+    attack
+        Attack the decomposition with up to this many steps, and print how it degrades on the way.
+    """
+    if attack is None:
+        console.print_summary(evaluate_again(directory))
+        return
+    loaded = load_run(directory)
+    data = loaded.config.target.data(loaded.config.batch_size)
+    console.print_ladder(attack_ladder(loaded.result, data, attack))
+
+
+@app.command
+def compare(a: Directory, b: Directory, /, *, json: bool = False) -> None:
+    """Compare two runs on one network: which subcomponents are the same, and do importances agree?
+
+    Parameters
+    ----------
+    a, b
+        Two run directories, finished or not: other seeds, other presets, other versions.
+    json
+        Print everything, each matched pair of subcomponents included, as JSON.
+    """
+    runs = [load_run(directory) for directory in (a, b)]
+    data = runs[0].config.target.data(runs[0].config.batch_size)
+    comparison = match_subcomponents(runs[0].result, runs[1].result, data)
+    differing = real_differences(*(run.config for run in runs))
+    versions = [run.summary.versions.get("rankone") if run.summary else None for run in runs]
+    if json:
+        found = {"a": str(a), "b": str(b), "differing": differing, "versions": versions}
+        console.write_text(to_json(found | comparison.to_dict(), indent=2) + "\n")
+    else:
+        console.print_comparison(comparison, differing, versions)
 
 
 @app.command

@@ -17,7 +17,7 @@ import time
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,9 +31,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from rankone.diagnose import Diagnosis
+from rankone.compare import SAME, Comparison
 from rankone.errors import RankoneError
 from rankone.fast.compiled import MissingKernels, kernels
+from rankone.findings import Diagnosis
+from rankone.measures import ATTACK_STEPS
 from rankone.metrics import wilson
 from rankone.metrics_log import Progress
 from rankone.paper.figures import Reproduction
@@ -54,6 +56,15 @@ VERDICTS = {
     None: ("no ground truth known", ""),
 }
 """Whether a run was recovered -> words and their style."""
+SHARES = {
+    "sum": "sum",
+    "importance": "importances as masks",
+    "rounded": "important ones alone",
+    "attack_20": "attack",
+    "union_16": "union with 16",
+    "deletion": "deletion",
+}
+"""Which shares of removing everything are printed, and their words."""
 READER_GONE = 141
 """The exit code when nobody reads standard output any more, as a shell reports SIGPIPE."""
 BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -349,8 +360,45 @@ def print_summary(summary: Summary) -> None:
         say(f"{similarity} over alive subcomponents of {summary.similarity_of}")
     masks = ", ".join(f"{name} {value:.2e}" for name, value in summary.reconstruction.items())
     say(f"Divergence from the target under masks: {masks}")
+    if summary.relative:
+        shares = ", ".join(f"{SHARES[n]} {percent(summary.relative.get(n))}" for n in SHARES)
+        say(f"In per cent of what removing everything costs: {shares}")
     memory = f", {summary.peak_rss_mb:.0f} MB at most" if summary.peak_rss_mb else ""
     say(f"{summary.wall_seconds or 0:.0f} s, {summary.ms_per_step:.2f} ms/step{memory}")
+
+
+def percent(share: float | None) -> str:
+    """A share of what removing everything costs; it may be any number above 0."""
+    return "-" if share is None else f"{share:.2%}" if share < 1 else f"{share:,.0%}"
+
+
+def print_ladder(ladders: Mapping[str, Mapping[int, float | None]]) -> None:
+    """How a decomposition degrades under longer and longer attacks."""
+    say("Divergence under attack, in per cent of what removing everything costs:")
+    steps = list(next(iter(ladders.values())))
+    rows = [(f"{n} steps", *(percent(ladder[n]) for ladder in ladders.values())) for n in steps]
+    output.print(table(("", *(name.replace("_", " ") for name in ladders)), rows))
+
+
+def print_comparison(
+    comparison: Comparison, differing: Sequence[str], versions: Sequence[str | None]
+) -> None:
+    """How two runs compare, layer by layer."""
+    say("They differ in: " + ("; ".join(differing) or "no setting at all"))
+    if versions[0] != versions[1]:
+        say(f"They were made by rankone {versions[0]} and {versions[1]}")
+    rows = [
+        (
+            name, f"{of.alive[0]} and {of.alive[1]}", f"{of.same}", f"{of.cosine:.3f}",
+            "-" if of.agreement is None else f"{of.agreement:.3f}",
+        )
+        for name, of in comparison.layers.items()
+    ]  # fmt: skip
+    head = ("matrix", "alive", f"same (cosine {SAME} and up)", "mean cosine", "importances agree")
+    output.print(table(head, rows, left=2))
+    for which, names in zip(("first", "second"), comparison.only_in, strict=True):
+        if names:
+            say(f"Only the {which} decomposes: {', '.join(names)}")
 
 
 def print_seeds(runs: Sequence[ParallelRun], seconds: float) -> None:
@@ -416,6 +464,9 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     rows = {
         "all subcomponents kept": f"{n.divergence['ones']:.2e}, {n.unmasked_share:.2%} of the scale",
         "random masks": f"{n.divergence['stochastic']:.2e}, {n.masked_share:.2%} of the scale",
+        "important ones alone": f"{percent(n.relative.get('rounded'))} of the scale",
+        f"attack of {ATTACK_STEPS} steps": f"{percent(n.attack_share)} of the scale",
+        "never important ones deleted": f"{percent(n.relative.get('deletion'))} of the scale",
         "everything removed (the scale)": f"{n.divergence['zero']:.2e}",
         "noise of superposition": f"{n.superposition_noise:.2e} "
         "(inactive subcomponents at random, active ones whole)",

@@ -61,7 +61,7 @@ def attacked(step: Step, rungs: list[int], *, delta: bool | None = None) -> Iter
         draw = replace(draw, settings=draw.settings.model_copy(update={"delta": delta}))
     masks = Attack(max(rungs)).ladder(draw, rungs)
     for rung, found in zip(sorted(set(rungs)), masks, strict=True):
-        yield rung, float(step.distance(step.output(found)))
+        yield rung, float(step.distance(step.output(found)).detach())
 
 
 def union_masks(step: Step, sizes: tuple[int, ...] = UNIONS) -> Iterator[tuple[int, Masks]]:

@@ -147,7 +147,8 @@ def _power(x: Any, p: Any) -> Any:
 def _forward(
     begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any,
     r_scale: Any, r_offset: Any, leak: Any,
-    row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any, raw: Any, mask: Any, masked: Any, penalty: Any,
+    row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any,
+    raw: Any, mask: Any, masked: Any, penalty: Any,
     slopes: Any, low: Any, width: Any, nodes: Any,
 ) -> None:  # fmt: skip
     """Raw importances, stochastic masks and masked inner activations from inner activations h.

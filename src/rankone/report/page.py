@@ -30,6 +30,17 @@ MASK_MEANINGS = {
 }
 
 
+SHARE_MEANINGS = {
+    "sum": "all subcomponents kept: is their sum the network?",
+    "stochastic": "random masks, as in training",
+    "importance": "every subcomponent scaled by its importance",
+    "rounded": "important ones alone",
+    "attack_20": "the masks that an adversary finds in 20 steps",
+    "union_16": "what is important to a datapoint or to 16 others",
+    "deletion": "what is never important, deleted",
+}
+
+
 def can_report() -> bool:
     """Whether the extra `report` is installed."""
     return find_spec("matplotlib") is not None and find_spec("jinja2") is not None
@@ -80,6 +91,8 @@ def write_report(
         masks=[
             (name, MASK_MEANINGS.get(name, ""), value) for name, value in evaluation.reconstruction.items()
         ],
+        shares=[(name, meaning, evaluation.relative.get(name)) for name, meaning in SHARE_MEANINGS.items()],
+        well_tempered=evaluation.well_tempered,
         important=IMPORTANT,
         certain=CERTAIN,
         program=program(),
