@@ -32,12 +32,17 @@ DOUBLED = {
     "layers": [2, 4, 8, 16, 32],
 }
 WIDTH = 128
+SUBSET = "fast, subset routing"
+ENGINES = {"d_gate": ("fast", "exact"), "layers": ("fast", SUBSET)}
+"""What is measured besides the fast engine, which is the only one for the others."""
 MEASURES = {"ms": "ms per step", "other_ms": "of it, outside matrix products", "mb": "memory, MB"}
 
 
 def measure(engine: str, C: int, batch: int, d_gate: int, layers: int) -> dict[str, float]:
     """One point: milliseconds per step, those outside matrix products, and megabytes that steps add."""
     run = runs.plain_mlp((WIDTH,) * (layers + 1), C, batch, d_gate)
+    if engine == SUBSET:
+        run, engine = step_time.with_piece(run, "subset"), "fast"
     with run.training("fast").ready():
         run.training("fast").take_step(
             0, run.data(torch.Generator())
@@ -90,7 +95,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(2, len(DOUBLED), figsize=(13, 6), sharey="row", layout="constrained")
     for column, doubled in enumerate(DOUBLED):
         for series in (s for s in found["series"] if s["doubled"] == doubled):
-            exact = series["engine"] == "exact"
+            exact = series["engine"] != "fast"
+            other = "exact engine" if series["engine"] == "exact" else "subset routing"
             style = {"color": "0.55", "linestyle": "--"} if exact else {}
             for key, row, shade, words in (
                 ("ms", 0, "C0", "whole step"),
@@ -99,11 +105,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             ):
                 if exact and key == "other_ms":
                     continue
-                label = (
-                    f"{'exact engine' if exact else words}, exponent {series['exponents'][key]:.2f}".strip(
-                        ", "
-                    )
-                )
+                label = f"{other if exact else words}, exponent {series['exponents'][key]:.2f}".strip(", ")
                 values = [p[key] for p in series["points"]]
                 axes[row, column].loglog(
                     series["sizes"], values, marker="o", label=label, **({"color": shade} | style)
@@ -142,7 +144,7 @@ def main() -> None:
         return
     found: dict[str, Any] = {"base": BASE, "width": WIDTH, "torch": torch.__version__, "series": []}
     for doubled, sizes in DOUBLED.items():
-        for engine in ("fast", "exact") if doubled == "d_gate" else ("fast",):
+        for engine in ENGINES.get(doubled, ("fast",)):
             points = []
             for size in sizes:
                 words = json.dumps(BASE | {doubled: size, "engine": engine})

@@ -2,6 +2,7 @@
 left to gain?
 
     python benchmarks/step_time.py [RUN ...] [--json results/step_time.json]
+    python benchmarks/step_time.py --pieces [RUN ...]
 
 For every run, at the paper's batch size, C and d_gate: the literal step (literal.py: eager torch,
 default allocator, default Adam), rankone's exact engine and its fast engine take turns in one
@@ -9,7 +10,8 @@ process, so that whatever else the machine does hits all alike. Times are median
 that of the medians. Peak memory is of separate processes that do nothing else. The error is that of
 the fast engine's losses and gradients against the literal ones, same parameters, same masks. The
 floor is the time that the step's own matrix products would take at the rate of a large sgemm,
-measured in the same process.
+measured in the same process. With `--pieces`, the fast engine with each piece that the paper does not
+have takes turns with the plain step.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -68,6 +71,44 @@ def take_turns(run: runs.Run) -> dict[str, list[float]]:
                 taken[engine].append(timed(step, i))
                 i += 1
     return taken
+
+
+SUBSET = {"stochastic_recon_layerwise": None, "stochastic_recon_subset": {}}
+PIECES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "straight-through": ({"sigmoid": "straight_through"}, {}),
+    "delta": ({"delta": True}, {}),
+    "subset": ({}, SUBSET),
+    "one ascent": ({}, {"adversarial_recon": {"steps": 1}}),
+    "persistent": ({}, {"adversarial_recon": {"persistent": True}}),
+    "delta, one ascent": ({"delta": True}, {"adversarial_recon": {"steps": 1}}),
+    "delta, persistent": ({"delta": True}, {"adversarial_recon": {"persistent": True}}),
+    "delta, persistent, subset": ({"delta": True}, SUBSET | {"adversarial_recon": {"persistent": True}}),
+}
+"""Name -> (settings of masks, losses that are added, or taken away)."""
+
+
+def with_piece(run: runs.Run, name: str) -> runs.Run:
+    masks, changed = PIECES[name]
+    plain = run.config.model_dump(mode="json")
+    losses = {k: v for k, v in (plain["losses"] | changed).items() if v is not None}
+    config = type(run.config).model_validate(plain | {"losses": losses, "masks": masks})
+    return replace(run, config=config)
+
+
+def measure_pieces(name: str) -> dict[str, float]:
+    """Piece -> how many times as long as the plain step one with it takes, in turns."""
+    run = runs.make(name)
+    steppers = {piece: stepper(with_piece(run, piece), "fast") for piece in PIECES}
+    taken: dict[str, list[float]] = {piece: [] for piece in PIECES}
+    once = max((timed(step, 0), timed(step, 1))[1] for step in steppers.values())
+    began, i = time.perf_counter(), 2
+    while len(taken["plain"]) < 5 or time.perf_counter() - began < 2 * SECONDS_PER_RUN:
+        for piece, step in steppers.items():
+            for _ in range(max(1, round(MS_PER_TURN / 4 / once))):
+                taken[piece].append(timed(step, i))
+                i += 1
+    return {piece: median(times) / median(taken["plain"]) for piece, times in taken.items()}
 
 
 def sgemm_rate() -> float:
@@ -193,6 +234,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, help="CPU threads for all engines; each run's own if not given"
     )
+    parser.add_argument("--pieces", action="store_true", help="what each piece of the method costs")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -207,6 +249,13 @@ def main() -> None:
     for name in options.runs:
         if name not in runs.RUNS:
             parser.error(f"there is no run {name!r}; choose among {', '.join(runs.RUNS)}")
+    if options.pieces:
+        print("| run | " + " | ".join(PIECES) + " |\n|" + "---|" * (len(PIECES) + 1))
+        for name in options.runs or runs.RUNS:
+            torch.set_num_threads(options.threads or runs.make(name).threads)
+            costs = measure_pieces(name)
+            print(f"| {name} | " + " | ".join(f"{cost:.2f}" for cost in costs.values()) + " |", flush=True)
+        return
     found = []
     for name in options.runs or runs.RUNS:
         n = options.threads or min(runs.make(name).threads, torch.get_num_threads())
