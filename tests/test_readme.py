@@ -57,6 +57,7 @@ def test_every_command_in_order(monkeypatch, tmp_path, capsys):
         "run",
         "config",
         "evaluate",
+        "compare",
         "report",
         "diagnose",
         "train-target",
