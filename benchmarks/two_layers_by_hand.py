@@ -7,7 +7,7 @@ written to, so a part of W_in that belongs to feature i should give what W_in gi
 feature i alone: u_i = W s_i, and read nothing of the others': V = the pseudoinverse of all s_i. What
 these 100 leave out of W is its action on what the first block writes when several features are on (a
 ReLU does not add up). The script adds the strongest directions of that remainder, one after the other,
-as parts that are always on, and measures: the parts of active features and the always-on ones kept,
+as parts that are always on, or never, and measures: the parts of active features and the always-on ones kept,
 nothing else (`rounded`); all kept (`sum`); and an adversary who may keep any share of everything that
 is not important (`attack`), all relative to removing everything.
 """
@@ -42,9 +42,9 @@ def main() -> None:
     data = streams(target, x)
     # The directions of the remainder that carry most of what it does to the data.
     left, sizes, _ = torch.linalg.svd(rest @ data.T, full_matrices=False)
-    print("| always-on parts | sum | rounded | attack, 40 steps |\n|---|---|---|---|")
+    print("| parts of the remainder | important | sum | rounded | attack, 40 steps |\n|---|---|---|---|---|")
     on = (x != 0).float()
-    for extra in (0, 1, 2, 3, 5, 10, 25):
+    for extra, always in ((0, 1.0), *((n, always) for n in (1, 5, 25) for always in (1.0, 0.0))):
         write = left[:, :extra]
         layers = parts | {"blocks.1.mlp_in": (torch.cat([U, write], 1), torch.cat([V, write.T @ rest]))}
         model = DecomposedModel(target, {n: u.shape[1] for n, (u, _) in layers.items()})
@@ -52,7 +52,7 @@ def main() -> None:
             model.layers[name].subcomponents.U.copy_(u)
             model.layers[name].subcomponents.V.copy_(v)
         important = {
-            n: torch.cat([on, torch.ones(len(x), u.shape[1] - on.shape[1])], 1)
+            n: torch.cat([on, torch.full((len(x), u.shape[1] - on.shape[1]), always)], 1)
             for n, (u, _) in layers.items()
         }
 
@@ -75,7 +75,11 @@ def main() -> None:
             divergence(important),
             attack(),
         )
-        print(f"| {extra} | " + " | ".join(f"{100 * float(d / everything):.2f} %" for d in found) + " |")
+        print(
+            f"| {extra} | {'always' if always else 'never'} | "
+            + " | ".join(f"{100 * float(d / everything):.2f} %" for d in found)
+            + " |"
+        )
     shares = (sizes.square() / sizes.square().sum())[:5].tolist()
     print("\nShare of the remainder's action in its strongest directions:", [f"{s:.1%}" for s in shares])
 

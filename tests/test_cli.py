@@ -201,7 +201,7 @@ def test_interrupted_and_finished_runs(rankone, tmp_path):
             ["run", "tms_5-2", "optimizer=3", "optimizer.lr=1"],
             "optimizer.lr cannot be set, because optimizer was set to a plain value",
         ),
-        (["run", "tms_5-2", "losses={foo: {}}"], "Unknown loss 'foo'. There are: 'faithfulness'"),
+        (["run", "tms_5-2", "losses={foo: {}}"], "Unknown loss 'foo'. There are: 'adversarial_recon'"),
         (
             ["run", "tms_5-2", "losses.importance_minimality=null"],
             "importance_minimality: Input should be a valid",
