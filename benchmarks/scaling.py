@@ -137,6 +137,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("results/scaling"))
+    parser.add_argument("--only", choices=DOUBLED, help="double this one alone, and draw nothing")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.point:
@@ -144,6 +145,8 @@ def main() -> None:
         return
     found: dict[str, Any] = {"base": BASE, "width": WIDTH, "torch": torch.__version__, "series": []}
     for doubled, sizes in DOUBLED.items():
+        if options.only not in (None, doubled):
+            continue
         for engine in ENGINES.get(doubled, ("fast",)):
             points = []
             for size in sizes:
@@ -166,6 +169,9 @@ def main() -> None:
                     "exponents": exponents,
                 }
             )
+    if options.only:
+        print(table(found))
+        return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, options.out.with_suffix(".svg"))

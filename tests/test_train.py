@@ -329,9 +329,7 @@ def test_exponent_and_coefficient_move_from_their_starts():
     assert [moving.exponent(t) for t in (0.0, 0.25, 0.5, 1.0)] == [2.0, 1.5, 1.0, 1.0]
     late = ImportanceMinimality(p=1.0, p_start=2.0, hold=0.5, anneal=0.25)
     assert [late.exponent(t) for t in (0.0, 0.5, 0.625, 0.75, 1.0)] == [2.0, 2.0, 1.5, 1.0, 1.0]
-    with pytest.raises(
-        ValueError, match=r"hold \+ anneal is 1.2, so what moves would never arrive"
-    ):
+    with pytest.raises(ValueError, match=r"hold \+ anneal is 1.2, so what moves would never arrive"):
         ImportanceMinimality(p_start=2.0, hold=0.7, anneal=0.5)
     assert ImportanceMinimality(p=0.9).exponent(0.0) == 0.9
     assert ImportanceMinimality(coefficient=2.0).coefficient_at(0.0) == 2.0
