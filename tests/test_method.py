@@ -255,6 +255,20 @@ def test_smooth_l0_and_frequency(engine, kind):
     assert_same(ours, literal, case.model.named_tensors())
 
 
+@both_engines
+@every_kind
+def test_importances_as_masks(engine, kind):
+    case = Literal(kind)
+    _, ours = case.step(engine, {"recon": LOSSES["importance_recon"]()})
+
+    def matrix(i, layer, b):
+        raw = oracle.raw_importances(layer, case.X[b])
+        return oracle.masked_matrix(layer, torch.stack([x.clamp(0, 1) for x in raw]))
+
+    literal = {"recon": oracle.recon(case.f, case.layers, case.X, matrix, oracle.mse)}
+    assert_same(ours, literal, case.model.named_tensors())
+
+
 def test_frequency_counts_rows_by_their_weight_and_remembers():
     model = DecomposedModel(small_mlp(), {"*": 3})
     x = torch.rand(4, 4)
