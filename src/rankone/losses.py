@@ -227,9 +227,9 @@ class Sparsity(Scheduled):
     def value(self, step: Step) -> Float[Tensor, ""]:
         return step.penalty(self.penalty(step.progress))
 
-    def moved(self, progress: float) -> float:
-        """How much of the way has been gone after this share of training."""
-        return 1 - min(max(0.0, 1 - (progress - self.hold) / self.anneal), 1.0)
+    def ahead(self, progress: float) -> float:
+        """How much of the way is still to go after this share of training."""
+        return min(max(0.0, 1 - (progress - self.hold) / self.anneal), 1.0)
 
 
 @register_loss("importance_minimality")
@@ -283,10 +283,7 @@ class ImportanceMinimality(Sparsity):
         return max(self.ramp, self.hold + self.anneal if moves else 0.0)
 
     def _moving(self, start: float | None, end: float, progress: float) -> float:
-        if start is None:
-            return end
-        ahead = 1 - (progress - self.hold) / self.anneal
-        return end + (start - end) * min(max(0.0, ahead), 1.0)
+        return end if start is None else end + (start - end) * self.ahead(progress)
 
 
 @register_loss("smooth_l0")
@@ -301,8 +298,8 @@ class SmoothL0(Sparsity):
     """gamma at the end: importances far above it count as one, far below as none."""
 
     def penalty(self, progress: float) -> Penalty:
-        way = self.moved(progress)
-        return Penalty(0.0, gamma=self.gamma_start ** (1 - way) * self.gamma**way)
+        ahead = self.ahead(progress)
+        return Penalty(0.0, gamma=self.gamma_start**ahead * self.gamma ** (1 - ahead))
 
     @property
     def settled(self) -> float:
