@@ -17,6 +17,7 @@ import torch
 from cyclopts import App, CycloptsError, Parameter
 
 from rankone import __version__, console, watch
+from rankone.collection import bench, split
 from rankone.compare import compare as match_subcomponents
 from rankone.diagnose import diagnose as find_faults
 from rankone.errors import ConfigError
@@ -192,6 +193,43 @@ def reproduce(
         of = f" of the preset {preset}" if preset else ""
         raise ConfigError(f"{source or out} keeps no run{of} that this could be made of.")
     raise SystemExit(not complete)
+
+
+@app.command
+def benchmark(
+    *settings: Override,
+    only: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    half: str | None = None,
+    seeds: int = 1,
+    jobs: Jobs = None,
+    out: AnyPath | None = None,
+) -> None:
+    """Decompose networks whose mechanisms are known, and count what is missing, stray, split or merged.
+
+    Results that are there already are kept, so the same command goes on where it stopped.
+
+    Parameters
+    ----------
+    only
+        Names of networks (without a name, all of a half).
+    half
+        `develop` (the default), `held_out` (for a final table, never to tune with), `paper` (the seven
+        networks of the paper) or `all`.
+    seeds
+        So many seeds of each network, from 0 on.
+    out
+        Where results, benchmark.json and benchmark.html go; runs/benchmark if not given.
+    """
+    if only is not None and half is not None:
+        raise ConfigError("--only and --half both say which networks to run; leave one of them out.")
+    # `--only a b steps=100`: what is a setting and no name.
+    changes = (*settings, *(word for word in only or () if "=" in word))
+    names = None if only is None else [word for word in only if "=" not in word]
+    if names == []:
+        raise ConfigError("--only needs the name of a network. " + split.hint())
+    method = bench.Rankone(tuple(assignments(changes)))
+    method.config()  # a setting that is wrong is wrong for every network: say so now
+    watch.run_benchmark(method, split.chosen(names, half or "develop"), seeds, jobs, out)
 
 
 @config_app.command

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankone.checkpoint import checkpoint_names
+from rankone.collection import bench
+from rankone.collection.page import table, write
 from rankone.console import (
     READER_GONE,
     ParallelDisplay,
@@ -19,14 +21,15 @@ from rankone.console import (
     note,
     print_notes,
     print_seeds,
+    print_table,
     say,
 )
 from rankone.files import RunDirectory
 from rankone.paper.plan import RunSpec, keeper, missing_runs
 from rankone.report.page import can_report, write_report
 from rankone.runs.config import RunConfig
-from rankone.runs.many import ParallelRun, jobs_for, run_all, seed_runs
-from rankone.runs.run import program, run, with_threads
+from rankone.runs.many import MOST_JOBS, MOST_SEEDS, ParallelRun, bounded, jobs_for, run_all, seed_runs
+from rankone.runs.run import cores, program, run, with_threads
 from rankone.runs.summary import Summary
 from rankone.train import Interrupted
 
@@ -122,6 +125,29 @@ def make_missing(specs: Sequence[RunSpec], out: Path, jobs: int | None) -> bool:
     for one in failures:
         note(f"{one.label}: {one.state} {one.message}")
     return not failures
+
+
+def run_benchmark(
+    method: bench.Rankone, names: Sequence[str], seeds: int, jobs: int | None, out: Path | None
+) -> None:
+    """Run networks of the collection and show how they go; then one table and one page."""
+    count = len(names) * bounded("--seeds", seeds, MOST_SEEDS)
+    at_a_time = min(count, cores() if jobs is None else bounded("--jobs", jobs, MOST_JOBS))
+    directory = RunDirectory.claim(out or Path("runs") / "benchmark")
+    settings = {"assignments": list(method.assignments)}
+    say(
+        f"{len(names)} network{'s' * (len(names) > 1)}, {seeds} seed{'s' * (seeds > 1)} each, "
+        f"{at_a_time} at a time, into {directory.path}"
+    )
+    try:
+        results = bench.run(method, names, seeds, directory.path, jobs=at_a_time, settings=settings, say=say)
+    except KeyboardInterrupt:
+        note("Interrupted; what was finished is kept. Go on with the same command.")
+        raise SystemExit(128 + signal.SIGINT) from None
+    print_table(table(results))
+    about = {"method": "rankone.decompose", "settings": " ".join(method.assignments)} | bench.versions()
+    say(f"Page: {write(directory, results, about)}")
+    raise SystemExit(any(result.judgement is None for result in results))
 
 
 def _title(config: RunConfig) -> str:

@@ -112,6 +112,10 @@ def _table(name: str) -> KnownNetwork:
     )
 
 
-register("attention_head", "attention", "a head that copies the token before", lambda n: _head(n, embedding=False))
-register("attention_embedded", "attention", "the same, with its embedding", lambda n: _head(n, embedding=True))
+register(
+    "attention_head", "attention", "a head that copies the token before", lambda n: _head(n, embedding=False)
+)
+register(
+    "attention_embedded", "attention", "the same, with its embedding", lambda n: _head(n, embedding=True)
+)
 register("embedding_table", "attention", "an embedding, a part for each token", _table)

@@ -214,7 +214,9 @@ _register("blocks_gelu", "rank-one mechanisms, GELU", replace(_ONE, kind="gelu",
 _register("blocks_three", "exactly three mechanisms at a time", replace(_ONE, on="three", seed=2))
 _register("blocks_always", "one mechanism is always on", replace(_ONE, on="one_always", seed=3))
 _register("blocks_correlated", "mechanisms that mostly come in pairs", replace(_ONE, on="pairs", seed=4))
-_register("blocks_twins", "inputs that always have the same value", replace(_ONE, twins=True, d_in=24, seed=5))
+_register(
+    "blocks_twins", "inputs that always have the same value", replace(_ONE, twins=True, d_in=24, seed=5)
+)
 _register("blocks_enough", "as many subcomponents as mechanisms", replace(_ONE, times=1, seed=6))
 _register("blocks_ten_times", "ten times more subcomponents", replace(_ONE, times=10, seed=7))
 _register("blocks_copies", "two copies that do the same", replace(_ONE, ranks=(1,) * 8, kind="branches"))
@@ -224,11 +226,9 @@ _register(
     replace(_ONE, shared_write=True, on="exclusive", seed=8),
 )
 _register("bilinear_cut", "a bilinear layer as two matrices", replace(_ONE, kind="bilinear"), "bilinear")
-_register("bilinear_joined", "the same bilinear layer as one matrix", replace(_ONE, kind="joined"), "bilinear")
+_register(
+    "bilinear_joined", "the same bilinear layer as one matrix", replace(_ONE, kind="joined"), "bilinear"
+)
 for _word, _unit in (("hundredth", 0.01), ("hundredfold", 100.0)):
-    _register(
-        f"units_blocks_in_{_word}", f"inputs times {_unit:g}", replace(_ONE, unit_in=_unit), "units"
-    )
-    _register(
-        f"units_blocks_out_{_word}", f"output times {_unit:g}", replace(_ONE, unit_out=_unit), "units"
-    )
+    _register(f"units_blocks_in_{_word}", f"inputs times {_unit:g}", replace(_ONE, unit_in=_unit), "units")
+    _register(f"units_blocks_out_{_word}", f"output times {_unit:g}", replace(_ONE, unit_out=_unit), "units")

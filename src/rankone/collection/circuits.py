@@ -5,6 +5,8 @@ both. The part of an AND is needed only where both of its bits are on: with one 
 below its threshold whatever becomes of the part. Hand-built circuits answer in random directions.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -103,7 +105,7 @@ def _built(name: str, gate: str) -> KnownNetwork:
 
 
 def _trained_ands(name: str) -> KnownNetwork:
-    """Eight ANDs of disjoint pairs of sixteen bits by eight neurons, learned."""
+    """Eight ANDs of disjoint pairs of sixteen bits by eight neurons, learned with small weights."""
     n, gates = 16, 8
     pairs = torch.arange(n).reshape(-1, 2)
     sampler = _bits(n, 0.25, 1024)
@@ -115,12 +117,14 @@ def _trained_ands(name: str) -> KnownNetwork:
         model = Circuit(torch.zeros(gates, n), torch.zeros(gates), torch.zeros(gates, gates))
         initialise(model, seed)
         with torch.no_grad():
-            model.read.weight.abs_()
-            model.write.weight.abs_()
+            # Each neuron begins with a lean towards a gate: without it most end up serving several.
+            model.read.weight.abs_().add_(0.5 * torch.eye(gates).repeat_interleave(2, 1))
+            model.write.weight.abs_().add_(0.5 * torch.eye(gates))
 
-        def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+        def loss(model: Any, generator: torch.Generator) -> Tensor:
             x = sampler.dense(generator)
-            return F.mse_loss(model(x), answers(x))
+            size = sum(layer.weight.abs().mean() for layer in (model.read, model.write))
+            return F.mse_loss(model(x), answers(x)) + 1e-3 * size
 
         return descend(model, loss, seed=seed, steps=6000, lr=1e-2)
 

@@ -3,9 +3,10 @@
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankone.collection.base import Dense, KnownNetwork, Mechanisms, Truth, columns, register, rows
+from rankone.model import DecomposedModel
 from rankone.runs.config import experiment_config
 
 NAMES = {
@@ -35,14 +36,11 @@ def _build(name: str) -> KnownNetwork:
         elif name.startswith("tms"):
             truth[layer] = Mechanisms(columns(W) if layer == "embed" else rows(W))
         else:
-            # The stream is far wider than the features: a mechanism is what a matrix makes of one
-            # embedded feature, and says nothing of directions that no feature is embedded in.
-            embedding = model.get_submodule("embed").weight
-            assert isinstance(embedding, Tensor)
-            read = torch.linalg.pinv(embedding.detach().double()).float()
-            truth[layer] = Mechanisms(
-                torch.einsum("ok,ki->koi", W @ embedding, read), support=embedding.detach().clone()
-            )
+            # The stream is far wider than the features: a mechanism is what a matrix makes of what one
+            # feature brings into it, and says nothing of directions that no feature reaches.
+            brought = _brought(model, layer, probe)
+            read = torch.linalg.pinv(brought.double()).float()
+            truth[layer] = Mechanisms(torch.einsum("ok,ki->koi", W @ brought, read), support=brought)
     sampler = target.data(config.batch_size)
     assert callable(sampler)
     known = [layer for layer, about in truth.items() if isinstance(about, Mechanisms)]
@@ -59,6 +57,16 @@ def _build(name: str) -> KnownNetwork:
         output=target.output,
         quality=target.check(model)[1],
     )
+
+
+@torch.no_grad()
+def _brought(model: nn.Module, layer: str, probe: Tensor) -> Tensor:
+    """The directions in which single features reach a layer: half of the way from their negative to
+    their positive probe. In later blocks it is bent by the ReLUs before, so there the truth is not exact."""
+    decomposed = DecomposedModel(model, {layer: 1}, importance="linear")
+    adapter = decomposed.layer(layer).adapter
+    up, down = (adapter.vectors(decomposed.clean(x).inputs[layer]) for x in (probe, -probe))
+    return ((up - down) / (2 * probe.max())).T.contiguous()
 
 
 def _needed(layers: list[str], x: Tensor) -> dict[str, Tensor]:

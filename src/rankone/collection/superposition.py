@@ -18,11 +18,12 @@ from rankone.collection.base import (
     descend,
     initialise,
     linear,
+    orthonormal,
     register,
     rows,
     trained,
 )
-from rankone.data import WeightedBatch
+from rankone.data import WeightedBatch, generator_for
 from rankone.targets.tms import TMS
 
 
@@ -84,13 +85,29 @@ class Variant:
 def _fit(shape: Shape, seed: int) -> nn.Module:
     model = TMS(shape.n, shape.d) if shape.tied else Untied(shape.n, shape.d)
     initialise(model, seed)
+    if isinstance(model, Untied):  # begun with matrices of their own, half of the features stay dead
+        with torch.no_grad():
+            model.unembed.weight.copy_(model.embed.weight.T)
     weights = shape.importance ** torch.arange(shape.n)
 
     def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
         x = shape.draw(1024, generator)
         return ((model(x) - x).square() * weights).mean()
 
-    return descend(model, loss, seed=seed, steps=shape.steps, lr=1e-2)
+    descend(model, loss, seed=seed, steps=shape.steps, lr=1e-2)
+    if isinstance(model, Untied):
+        _turn(model, seed)
+    return model
+
+
+@torch.no_grad()
+def _turn(model: Untied, seed: int) -> None:
+    """Another basis for the hidden dimensions, stretched: the same function, no longer transposes."""
+    d = model.embed.weight.shape[0]
+    generator = generator_for(max(seed, 0), "collection/turn")
+    turn = orthonormal(d, d, generator) * (0.5 + torch.rand(d, 1, generator=generator))
+    model.embed.weight.copy_(turn @ model.embed.weight)
+    model.unembed.weight.copy_(model.unembed.weight @ torch.linalg.inv(turn))
 
 
 @torch.no_grad()
@@ -160,9 +177,7 @@ _register(
     "features from 10 % down to 1 % of the time",
     Shape(10, 5, tied=True, p_first=0.10, p_last=0.01),
 )
-_register(
-    "tms_10-5_importances", "features that matter less and less, 0.8^i", Shape(10, 5, importance=0.8)
-)
+_register("tms_10-5_importances", "features that matter less and less, 0.8^i", Shape(10, 5, importance=0.8))
 _register("tms_20-12_three", "exactly three features at a time", Shape(20, 12, at_once=3))
 _register(
     "tms_12-4_unseen",
