@@ -13,6 +13,7 @@ from pathlib import Path
 from rankone.checkpoint import checkpoint_names
 from rankone.collection import bench
 from rankone.collection.page import table, write
+from rankone.collection.split import half_of
 from rankone.console import (
     READER_GONE,
     ParallelDisplay,
@@ -139,6 +140,12 @@ def run_benchmark(
         f"{len(names)} network{'s' * (len(names) > 1)}, {seeds} seed{'s' * (seeds > 1)} each, "
         f"{at_a_time} at a time, into {directory.path}"
     )
+    held_out = [name for name in names if half_of(name) == "held_out"]
+    if held_out:
+        note(
+            f"{len(held_out)} of these networks are held out ({', '.join(held_out[:3])}"
+            f"{', ...' * (len(held_out) > 3)}): run them for a final table, and change nothing after it."
+        )
     try:
         results = bench.run(method, names, seeds, directory.path, jobs=at_a_time, settings=settings, say=say)
     except KeyboardInterrupt:

@@ -171,6 +171,7 @@ def trained(
                 model.eval().requires_grad_(False)
                 if fingerprint(model) == meta["sha256"]:
                     return model, *check(model)
+        numbers: dict[str, float] = {}
         for seed in range(tries):
             model = fit(seed).eval().requires_grad_(False)
             good, numbers = check(model)

@@ -217,8 +217,8 @@ _register("blocks_correlated", "mechanisms that mostly come in pairs", replace(_
 _register(
     "blocks_twins", "inputs that always have the same value", replace(_ONE, twins=True, d_in=24, seed=5)
 )
-_register("blocks_enough", "as many subcomponents as mechanisms", replace(_ONE, times=1, seed=6))
-_register("blocks_ten_times", "ten times more subcomponents", replace(_ONE, times=10, seed=7))
+_register("blocks_enough", "as many subcomponents as mechanisms", replace(_ONE, times=1.0, seed=6))
+_register("blocks_ten_times", "ten times more subcomponents", replace(_ONE, times=10.0, seed=7))
 _register("blocks_copies", "two copies that do the same", replace(_ONE, ranks=(1,) * 8, kind="branches"))
 _register(
     "blocks_two_jobs",

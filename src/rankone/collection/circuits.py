@@ -132,8 +132,8 @@ def _trained_ands(name: str) -> KnownNetwork:
         x = sampler.dense(generator_for(0, "collection/check"))
         numbers = {"loss": float(F.mse_loss(model(x), answers(x))), "variance": float(answers(x).var())}
         # A neuron for each gate, which reads its two bits and nothing else.
-        W = model.get_submodule("read").weight
-        assert isinstance(W, Tensor)
+        assert isinstance(model, Circuit)
+        W = model.read.weight
         own = W.abs().reshape(gates, gates, 2).amin(-1)
         rest = (W.abs().sum(1) - 2 * own.amax(1)) / W.abs().sum(1)
         numbers["most_read_of_others"] = float(rest.max())
@@ -141,9 +141,8 @@ def _trained_ands(name: str) -> KnownNetwork:
         return alone and float(rest.max()) < 0.05 and numbers["loss"] < 0.01 * numbers["variance"], numbers
 
     model, good, quality = trained(name, {"n": n}, fit, check)
-    W_read, W_write = (model.get_submodule(layer).weight.detach() for layer in ("read", "write"))
-    assert isinstance(W_read, Tensor)
-    assert isinstance(W_write, Tensor)
+    assert isinstance(model, Circuit)
+    W_read, W_write = model.read.weight.detach(), model.write.weight.detach()
     neuron = W_read.abs().reshape(gates, gates, 2).amin(-1).argmax(0)  # of each gate
 
     def needed(x: Tensor) -> dict[str, Tensor]:

@@ -43,14 +43,17 @@ def _identities(name: str) -> KnownNetwork:
         on = torch.rand(256, n, generator=generator).argsort(1).argsort(1) < 2
         return on * torch.rand(256, n, generator=generator)
 
+    def needed(x: Tensor) -> dict[str, Tensor]:
+        return dict.fromkeys(layers, x != 0)
+
     return KnownNetwork(
         name,
-        Chain([torch.eye(n)] * depth, relu=False, times=10).eval().requires_grad_(False),
+        Chain([torch.eye(n)] * depth, relu=False, times=10.0).eval().requires_grad_(False),
         data,
         dict.fromkeys(layers, 30),
         dict.fromkeys(layers, Mechanisms(columns(torch.eye(n)))),
         0.75 * torch.eye(n),
-        lambda x: dict.fromkeys(layers, x != 0),
+        needed,
         divergence="kl",
     )
 

@@ -31,7 +31,7 @@ inputs that occur. A network is **recovered** if there is no error and the mean 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ NEGLIGIBLE = 1e-3
 layers and leave others alone."""
 
 
+@runtime_checkable
 class Found(Protocol):
     """What a method makes of a network."""
 

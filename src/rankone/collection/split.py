@@ -17,22 +17,58 @@ from rankone.errors import ConfigError, near_matches
 SEED = 14
 
 DEVELOP = frozenset(
-    """
-    ands_built attention_embedded attention_head bilinear_joined blocks_copies blocks_gelu
-    blocks_mixed blocks_rank3 blocks_ten_times blocks_three dense_gelu depth_relay
-    depth_two_blocks tms_10-5_importances tms_20-5 tms_8-3_enough tms_8-3_ten_times
-    tms_8-3_untied units_blocks_in_hundredth units_tms_in_hundredfold units_tms_out_hundredfold
-    units_tms_out_hundredth xors_built
-    """.split()
+    [
+        "ands_built",
+        "attention_embedded",
+        "attention_head",
+        "bilinear_joined",
+        "blocks_copies",
+        "blocks_gelu",
+        "blocks_mixed",
+        "blocks_rank3",
+        "blocks_ten_times",
+        "blocks_three",
+        "dense_gelu",
+        "depth_relay",
+        "depth_two_blocks",
+        "tms_10-5_importances",
+        "tms_20-5",
+        "tms_8-3_enough",
+        "tms_8-3_ten_times",
+        "tms_8-3_untied",
+        "units_blocks_in_hundredth",
+        "units_tms_in_hundredfold",
+        "units_tms_out_hundredfold",
+        "units_tms_out_hundredth",
+        "xors_built",
+    ]
 )
 HELD_OUT = frozenset(
-    """
-    ands_trained bilinear_cut blocks_always blocks_correlated blocks_enough blocks_rank1
-    blocks_rank2 blocks_twins blocks_two_jobs dense_relu depth_identities embedding_table
-    ors_built tms_10-5_frequencies tms_12-4_unseen tms_12-4_untied tms_20-12_three
-    tms_30-8_untied tms_8-3 units_blocks_in_hundredfold units_blocks_out_hundredfold
-    units_blocks_out_hundredth units_tms_in_hundredth
-    """.split()
+    [
+        "ands_trained",
+        "bilinear_cut",
+        "blocks_always",
+        "blocks_correlated",
+        "blocks_enough",
+        "blocks_rank1",
+        "blocks_rank2",
+        "blocks_twins",
+        "blocks_two_jobs",
+        "dense_relu",
+        "depth_identities",
+        "embedding_table",
+        "ors_built",
+        "tms_10-5_frequencies",
+        "tms_12-4_unseen",
+        "tms_12-4_untied",
+        "tms_20-12_three",
+        "tms_30-8_untied",
+        "tms_8-3",
+        "units_blocks_in_hundredfold",
+        "units_blocks_out_hundredfold",
+        "units_blocks_out_hundredth",
+        "units_tms_in_hundredth",
+    ]
 )
 
 HALVES = ("develop", "held_out", "paper", "all")

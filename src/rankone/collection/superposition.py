@@ -112,6 +112,7 @@ def _turn(model: Untied, seed: int) -> None:
 
 @torch.no_grad()
 def _check(model: nn.Module) -> tuple[bool, dict[str, float]]:
+    assert isinstance(model, TMS | Untied)
     answers = model(torch.eye(model.embed.weight.shape[1]))
     own = answers.diagonal()
     other = float((answers - torch.diag(own)).max())
@@ -121,6 +122,7 @@ def _check(model: nn.Module) -> tuple[bool, dict[str, float]]:
 
 def _build(name: str, shape: Shape, variant: Variant, base: str) -> KnownNetwork:
     model, good, quality = trained(base, asdict(shape), lambda seed: _fit(shape, seed), _check)
+    assert isinstance(model, TMS | Untied)
     seen = shape.n - variant.unseen
     if (variant.unit_in, variant.unit_out) != (1, 1):
         scaled = Untied(shape.n, shape.d)
@@ -190,14 +192,14 @@ _register(
     "tms_8-3_enough",
     "as many subcomponents as there are features",
     _SMALL,
-    Variant(times=1),
+    Variant(times=1.0),
     "tms_8-3_untied",
 )
 _register(
     "tms_8-3_ten_times",
     "ten times more subcomponents than features",
     _SMALL,
-    Variant(times=10),
+    Variant(times=10.0),
     "tms_8-3_untied",
 )
 for _word, _unit in (("hundredth", 0.01), ("hundredfold", 100.0)):
