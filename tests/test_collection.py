@@ -351,6 +351,14 @@ def test_a_result_of_another_network_is_made_again(tmp_path, monkeypatch):
     assert before[0].judgement == after[0].judgement
 
 
+def test_a_result_of_other_code_is_made_again(tmp_path, monkeypatch):
+    bench.run(perfect, ["blocks_mixed"], 1, tmp_path)
+    monkeypatch.setattr(bench, "_code", lambda: "changed")
+    lines = []
+    bench.run(perfect, ["blocks_mixed"], 1, tmp_path, say=lines.append)
+    assert "already" not in lines[0]
+
+
 def test_a_method_that_fails_takes_no_other_with_it(tmp_path):
     def sometimes(known, seed):
         if known.name == "xors_built":
@@ -418,6 +426,7 @@ def test_on_the_command_line(tmp_path, capsys):
         (["--only", "tms_5-2", "--half", "all"], "leave one of them out"),
         (["--seeds", "0"], "--seeds is 0"),
         (["--jobs", "0"], "--jobs is 0"),
+        (["seed=5"], "seed cannot be set for a benchmark"),
         (["stepz=5"], "Did you mean 'steps'"),
         (["steps=none"], "steps"),
     ],

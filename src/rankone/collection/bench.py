@@ -1,8 +1,8 @@
 """A method over the collection: networks x seeds, several at a time, resumed, one result file each.
 
 A method is any function `(network, seed) -> found`, where `found` has importances and components as
-judge.py says. A result belongs to a method, its settings, a version of rankone and the network's
-weights; one that belongs to the same is not made again.
+judge.py says. A result belongs to a method, its settings, the code of rankone and the network's weights;
+one that belongs to the same is not made again.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.connection import wait
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+import rankone
 from rankone.checkpoint import described
 from rankone.collection.base import ENTRIES, KnownNetwork, network, one_thread
 from rankone.collection.judge import Found, judge, true_decomposition
@@ -27,7 +28,7 @@ from rankone.collection.split import half_of, names_in
 from rankone.config import DecompositionConfig
 from rankone.decomposition import decompose
 from rankone.errors import ConfigError, RankoneError
-from rankone.files import RunDirectory
+from rankone.files import RunDirectory, sha256
 from rankone.runs.many import MOST_JOBS, MOST_SEEDS, bounded
 from rankone.settings import override, validated
 from rankone.train import Interrupted
@@ -45,6 +46,12 @@ class Rankone:
     """As `key=value`; without any, the library's own."""
 
     def config(self, seed: int = 0, tied: Mapping[str, str] | None = None, divergence: str = "mse") -> Any:
+        for assignment in self.assignments:
+            key = assignment.partition("=")[0].split(".")[0]
+            if key in ("seed", "tied", "divergence"):
+                raise ConfigError(
+                    f"{key} cannot be set for a benchmark: every network and every seed has its own."
+                )
         own = {"seed": seed, "tied": dict(tied or {}), "divergence": divergence}
         if not self.assignments:
             return validated(DecompositionConfig, own, source="config")
@@ -121,12 +128,22 @@ def run(
             for name, seed in waiting:
                 take((name, seed), *_one(method, name, seed))
         else:
-            _in_processes(method, waiting, jobs, take)
+            _in_processes(method, waiting, jobs, about["code"], take)
     return [done[task] for task in tasks]
 
 
 def versions() -> dict[str, str]:
-    return {"rankone": version("rankone"), "torch": torch.__version__}
+    """What a result was made with; `code` changes with any line that a result may depend on."""
+    return {"rankone": version("rankone"), "torch": torch.__version__, "code": _code()}
+
+
+def _code() -> str:
+    """A digest of the code that decomposes and judges; not of what only shows results."""
+    root = Path(rankone.__file__).parent
+    shown_only = {"console.py", "watch.py", "cli.py", "__main__.py"}
+    counted = [path for path in sorted(root.glob("*.py")) if path.name not in shown_only]
+    counted += [*sorted((root / "fast").glob("*.py")), root / "collection" / "judge.py"]
+    return sha256(b"\n".join(path.read_bytes() for path in counted))[:16]
 
 
 def _in_words(result: Result) -> str:
@@ -178,6 +195,7 @@ def _in_processes(
     method: Method,
     tasks: Sequence[tuple[str, int]],
     jobs: int,
+    code: str,
     take: Callable[[tuple[str, int], Result, str], None],
 ) -> None:
     """Several at a time, each in a process of its own, which takes no other with it when it fails."""
@@ -190,7 +208,7 @@ def _in_processes(
                 while waiting and len(working) < jobs:
                     task = waiting.pop(0)
                     ours, theirs = spawn.Pipe(duplex=False)
-                    process = spawn.Process(target=_work, args=(method, *task, theirs))
+                    process = spawn.Process(target=_work, args=(method, *task, code, theirs))
                     process.start()
                     theirs.close()
                     working[ours] = (task, process)
@@ -201,8 +219,7 @@ def _in_processes(
                         result, digest = connection.recv()
                     except EOFError:
                         process.join()
-                        message = f"its process ended with exit code {process.exitcode}"
-                        result = Result(task[0], half_of(task[0]), task[1], 0.0, None, {}, {}, message)
+                        result = _failed(*task, f"its process ended with exit code {process.exitcode}")
                         digest = ""
                     process.join()
                     connection.close()
@@ -230,14 +247,17 @@ def _stopping_on_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _work(method: Method, name: str, seed: int, parent: Any) -> None:
+def _failed(name: str, seed: int, message: str) -> Result:
+    return Result(name, half_of(name), seed, 0.0, None, {}, {}, message)
+
+
+def _work(method: Method, name: str, seed: int, code: str, parent: Any) -> None:
     """One network and seed, in its own process."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # a terminal sends Ctrl-C to all; the parent decides
     torch.set_num_threads(1)
-    with_result = None
-    try:
-        with_result = _one(method, name, seed)
-    except KeyboardInterrupt:
+    if _code() != code:
+        parent.send((_failed(name, seed, "rankone's code was changed while the benchmark ran"), ""))
         return
-    parent.send(with_result)
+    with suppress(KeyboardInterrupt):
+        parent.send(_one(method, name, seed))

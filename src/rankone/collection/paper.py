@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rankone.collection.base import Dense, KnownNetwork, Mechanisms, Truth, columns, register, rows
 from rankone.model import DecomposedModel
+from rankone.patching import choose_layers
 from rankone.runs.config import experiment_config
 
 NAMES = {
@@ -48,7 +49,7 @@ def _build(name: str) -> KnownNetwork:
         name,
         model,
         sampler,
-        dict(config.layers),
+        choose_layers(model, config.layers),
         truth,
         probe,
         partial(_needed, known),
