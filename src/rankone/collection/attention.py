@@ -1,8 +1,9 @@
 """Attention and embeddings: a head that copies the token before, and a table of tokens.
 
 The head is built by hand in random bases. Queries and keys have a part for each position, values
-and outputs a part for each token. A part is needed only where somebody looks: the last key and the
-last value are read by nobody, and the first query has nothing to choose from.
+and outputs a part for each token. Positions form a ring, so that every query has the same choice,
+and the attention is not saturated: a softmax that is sure of itself would not notice if a query or a
+key lost half of its size, and its importance could be a half as well.
 """
 
 import torch
@@ -13,6 +14,8 @@ from rankone.collection.base import KnownNetwork, Mechanisms, Truth, columns, li
 from rankone.data import generator_for
 
 TOKENS, LENGTH, WIDTH = 8, 6, 20
+CERTAINTY = 5.0
+"""The score of the token before; that of all others is 0. It gets 97 % of the attention."""
 
 
 class PreviousToken(nn.Module):
@@ -27,23 +30,14 @@ class PreviousToken(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.positions
         scores = self.q(x) @ self.k(x).transpose(-1, -2)
-        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        return self.o(scores.masked_fill(later, -torch.inf).softmax(-1) @ self.v(x))
+        return self.o(scores.softmax(-1) @ self.v(x))
 
 
 def _needed(ids: Tensor) -> dict[str, Tensor]:
-    place = torch.arange(LENGTH)
-    here = F.one_hot(place, LENGTH).bool().expand(*ids.shape, LENGTH)
+    here = torch.eye(LENGTH, dtype=torch.bool).expand(*ids.shape, LENGTH)
     token = F.one_hot(ids, TOKENS).bool()
-    not_last = (place < LENGTH - 1).unsqueeze(-1)
-    before = torch.cat([ids[..., :1], ids[..., :-1]], -1)
-    return {
-        "embed": token & not_last,
-        "q": here & (place > 0).unsqueeze(-1),
-        "k": here & not_last,
-        "v": token & not_last,
-        "o": F.one_hot(before, TOKENS).bool(),
-    }
+    before = F.one_hot(ids.roll(1, -1), TOKENS).bool()
+    return {"embed": token, "q": here, "k": here, "v": token, "o": before}
 
 
 def _head(name: str, *, embedding: bool) -> KnownNetwork:
@@ -53,9 +47,8 @@ def _head(name: str, *, embedding: bool) -> KnownNetwork:
     keys = orthonormal(LENGTH, 8, generator)
     values = orthonormal(TOKENS, 10, generator)
     answers = orthonormal(TOKENS, 12, generator)
-    before = [max(p - 1, 0) for p in range(LENGTH)]
     parts = {
-        "q": torch.einsum("po,pi->poi", 12 * keys[before], positions),
+        "q": torch.einsum("po,pi->poi", CERTAINTY * keys.roll(1, 0), positions),
         "k": torch.einsum("po,pi->poi", keys, positions),
         "v": torch.einsum("to,ti->toi", values, tokens),
         "o": torch.einsum("to,ti->toi", answers, values),
