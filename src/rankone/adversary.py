@@ -7,7 +7,7 @@ time and takes steps along the sign of the gradient: a measure of quality, and a
 very gradient that trains, does the work of many. Both are mask sources.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,12 +43,12 @@ class Attack:
 
     def ladder(self, draw: Draw, rungs: list[int]) -> Iterator[Masks]:
         """The masks after each of these numbers of steps."""
-        r = start(draw, self.scope)
+        r, g = start(draw, self.scope), importances(draw)
         for step in range(1, max(rungs) + 1):
-            gradients = _gradients(draw, r)
+            gradients = _gradients(draw, r, g)
             r = {n: (t + self.step_size * gradients[n].sign()).clamp(0, 1) for n, t in r.items()}
             if step in rungs:
-                yield masks_of(draw, r)
+                yield masks_of(draw, r, g)
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class PersistentAttack:
     scope: Scope = "batch"
 
     def __call__(self, draw: Draw) -> Masks:
-        r = self._recalled(draw)
+        r, g = self._recalled(draw), importances(draw)
         for _ in range(self.ascents - 1):
-            r = self._ascended(draw, r, _gradients(draw, r))
+            r = self._ascended(draw, r, _gradients(draw, r, g))
         leaves = {name: t.clone().requires_grad_() for name, t in r.items()}
 
         def ascend(gradients: list[Tensor | None]) -> None:
@@ -75,7 +75,7 @@ class PersistentAttack:
             self._ascended(draw, r, known)
 
         draw.follow(list(leaves.values()), ascend)
-        return masks_of(draw, leaves)
+        return masks_of(draw, leaves, g)
 
     def _key(self, what: str, layer: str) -> str:
         return f"{self.name}/{what}/{layer}"
@@ -130,22 +130,26 @@ def start(draw: Draw, scope: Scope) -> Sources:
     return r
 
 
-def masks_of(draw: Draw, r: Sources, *, detached: bool = False) -> Masks:
+def importances(draw: Draw) -> dict[str, Tensor]:
+    """g of every layer: made once, as all ascents see the same."""
+    return {name: draw.settings.importance(raw) for name, raw in draw.raw.items()}
+
+
+def masks_of(draw: Draw, r: Sources, importances: Mapping[str, Tensor]) -> Masks:
     """The masks that sources make of importances."""
     masks = {}
-    for name, raw in draw.raw.items():
-        g = draw.settings.importance(raw.detach() if detached else raw)
-        of_parts = r[name][..., : raw.shape[-1]]
-        delta = r[name][..., -1].expand(raw.shape[:-1]) if draw.settings.delta else None
-        masks[name] = Mask(g + (1 - g) * of_parts, delta=delta)
+    for name, g in importances.items():
+        of_parts = r[name][..., : g.shape[-1]]
+        delta = r[name][..., -1].expand(g.shape[:-1]) if draw.settings.delta else None
+        masks[name] = Mask(torch.lerp(of_parts, g.new_ones(()), g), delta=delta)
     return masks
 
 
-def _gradients(draw: Draw, r: Sources) -> Sources:
+def _gradients(draw: Draw, r: Sources, importances: Mapping[str, Tensor]) -> Sources:
     """How the divergence rises with every r; importances and subcomponents are held fixed."""
     with torch.enable_grad():
         leaves = {name: t.detach().clone().requires_grad_() for name, t in r.items()}
-        harm = draw.harm(masks_of(draw, leaves, detached=True))
+        harm = draw.harm(masks_of(draw, leaves, {name: g.detach() for name, g in importances.items()}))
         if not harm.requires_grad:
             raise TrainingError(
                 "No mask changes the output, so there is nothing to attack: is it computed under "

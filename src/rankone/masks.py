@@ -93,7 +93,7 @@ class Draw:
     """A name -> the key of its random numbers."""
     settings: MaskSettings = field(default_factory=MaskSettings)
     harm: Callable[[Masks], Float[Tensor, ""]] = _nothing_to_ask
-    """Masks -> the divergence of the output under them, differentiable."""
+    """Masks -> the divergence of the output under them, differentiable; subcomponents are held fixed."""
     memory: dict[str, Tensor] = field(default_factory=dict)
     """What sources keep from step to step; it is part of a checkpoint."""
     follow: Callable[[list[Tensor], Callable[[list[Tensor | None]], None]], None] = lambda leaves, then: None

@@ -9,6 +9,7 @@ that the user's own hooks go on working.
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -88,10 +89,9 @@ class DecomposedLayer(nn.Module):
     def masked(self, x: Activation, mask: Mask) -> Activation:
         """The output for an input under a mask."""
         h = self.read(x)
-        z = h * mask.values
         if mask.where is None and mask.delta is None:
-            return self.write(z)
-        return self.write_with_rest(z, h, mask, self.rest(x))
+            return self.write(h * mask.values)
+        return self.write_with_rest(h, mask, self.rest(x))
 
     def rest(self, x: Activation) -> tuple[Float[Tensor, "*lead k"], Float[Tensor, "d_out k"] | None]:
         """What the original matrix makes of an input, as (vectors, directions): (a, W), or (W a, None)
@@ -104,19 +104,24 @@ class DecomposedLayer(nn.Module):
 
     def write_with_rest(
         self,
-        z: Float[Tensor, "*lead C"],
         h: Float[Tensor, "*lead C"],
         mask: Mask,
         rest: tuple[Tensor, Tensor | None],
+        known: Float[Tensor, "*lead C"] | None = None,
     ) -> Activation:
-        """The output for masked inner activations z under a mask that has a delta or holds somewhere only.
+        """The output for inner activations h under a mask that has a delta or holds somewhere only.
 
-        U z + delta (W - U V) a is U (z - delta h) + delta W a, and the original is W a.
+        U (m h) + delta (W - U V) a is U ((m - delta) h) + delta W a, and the original is W a. `known` is
+        m h, where it has been made already.
         """
         vectors, W = rest
         share: Tensor | None = None if mask.delta is None else mask.delta.unsqueeze(-1)
-        if share is not None:
-            z = z - share * h
+        if share is None:
+            z = mask.values * h if known is None else known
+        elif known is None:
+            z = (mask.values - share) * h
+        else:
+            z = torch.addcmul(known, share, h, value=-1)
         if mask.where is not None:
             where = mask.where.unsqueeze(-1)
             z = z * where
@@ -374,6 +379,18 @@ class DecomposedModel(nn.Module):
             forwards = {name: replacement(self.layer(name), mask) for name, mask in masks.items()}
             forwards |= {name: (lambda *args, y=y, **kwargs: y) for name, y in (outputs or {}).items()}
             return self._run(run, forwards)
+
+    @contextmanager
+    def held_fixed(self) -> Iterator[None]:
+        """While this lasts, passes are differentiable in their masks only, which makes them cheaper."""
+        trained = [p for p in self.factors() if p.requires_grad]
+        for p in trained:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in trained:
+                p.requires_grad_()
 
     def check_mask(self, name: str, mask: Mask) -> None:
         C = self.layer(name).C

@@ -119,8 +119,9 @@ class Step:
         """What a mask source is told."""
 
         def harm(masks: Masks) -> Float[Tensor, ""]:
-            distances = [self.distance(self.output(routed)) for routed in self.routed(masks, routing, sample)]
-            return torch.stack(distances).mean()
+            with self.model.held_fixed():
+                passes = self.routed(masks, routing, sample)
+                return torch.stack([self.distance(self.output(routed)) for routed in passes]).mean()
 
         return Draw(
             self.raw,

@@ -99,13 +99,13 @@ class FastStep(Step):
             return self._written[key][1]
         gate, layer = self._gated.get(name), self.model.layer(name)
         h = self.inner[name]
-        z = gate.masked if gate is not None and mask.values is gate.mask else mask.values * h
+        known = gate.masked if gate is not None and mask.values is gate.mask else None
         if mask.where is None and mask.delta is None:
-            output = layer.write(z)
+            output = layer.write(mask.values * h if known is None else known)
         else:
             if name not in self._rest:
                 self._rest[name] = layer.rest(self.clean.inputs[name])
-            output = layer.write_with_rest(z, h, mask, self._rest[name])
+            output = layer.write_with_rest(h, mask, self._rest[name], known)
         if name in self.clean.outputs:  # unless the target overwrites what this layer returns
             self._written[key] = mask, output
         return output
