@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -99,7 +100,18 @@ def with_piece(run: runs.Run, name: str) -> runs.Run:
 def measure_pieces(name: str) -> dict[str, float]:
     """Piece -> how many times as long as the plain step one with it takes, in turns."""
     run = runs.make(name)
-    steppers = {piece: stepper(with_piece(run, piece), "fast") for piece in PIECES}
+    trainings = {piece: with_piece(run, piece).training("fast") for piece in PIECES}
+    with ExitStack() as stack:
+        for training in trainings.values():
+            stack.enter_context(training.ready())
+        return _measure_pieces(run, trainings)
+
+
+def _measure_pieces(run: runs.Run, trainings: dict[str, Any]) -> dict[str, float]:
+    steppers: dict[str, Callable[[int], Any]] = {
+        piece: lambda i, training=training: training.take_step(i, run.data(generator_for(0, "data", i)))
+        for piece, training in trainings.items()
+    }
     taken: dict[str, list[float]] = {piece: [] for piece in PIECES}
     once = max((timed(step, 0), timed(step, 1))[1] for step in steppers.values())
     began, i = time.perf_counter(), 2

@@ -220,6 +220,25 @@ def kept_by_hand(folder, spec, *, errors=0, alive=None, **numbers):
     return directory
 
 
+def test_recovery_says_what_holds_in_the_worst_seed(tmp_path):
+    """Runs of before there were these measures say what their mask sources tell, and else nothing."""
+    measured = {"sum": 0.001, "rounded": 0.02, "attack_20": 0.5, "union_16": 0.03, "deletion": 0.0}
+    worse = measured | {"attack_20": 2.5, "rounded": 0.01, "deletion": None}
+    earlier = {"ones": 0.1, "rounded": 0.2, "zero": 0.5}
+    for seed, relative in enumerate((measured, worse)):
+        kept_by_hand(tmp_path, RunSpec("tms_5-2", seed=seed), mmcs=1.0, ml2r=1.0, relative=relative)
+    kept_by_hand(tmp_path, RunSpec("tms_5-2-id", seed=0), mmcs=1.0, ml2r=1.0, reconstruction=earlier)
+    kept_by_hand(tmp_path, RunSpec("tms_40-10", seed=0), mmcs=1.0, ml2r=1.0, reconstruction=earlier)
+    kept_by_hand(tmp_path, RunSpec("tms_40-10", seed=1), mmcs=1.0, ml2r=1.0, relative=measured)
+    table = tables.recovery(kept_runs(tmp_path))
+    assert table.head[5:10] == ("sum is off by", "rounded", "attack", "union with 16", "deletion")
+    assert [row[5:10] for row in table.rows] == [
+        ("0.1%", "2.0%", "250.0%", "3.0%", "-"),
+        ("20.0%", "40.0%", "-", "-", "-"),
+        ("20.0%", "40.0%", "-", "-", "-"),
+    ]
+
+
 def test_what_the_tables_say(tmp_path):
     match = {
         "correlation": 0.99987,
@@ -251,8 +270,8 @@ def test_what_the_tables_say(tmp_path):
         ("tms_5-2", "paper", "1", "1.000", "1.000 ± 0.000", "1.000", "0.993 ± 0.002"),
     ]
     assert rows["Recovery"][:2] == [
-        ("tms_5-2", "default", "10,000", "1 of 2 (9% to 91%)", "1 (7)", "0.4%", "2.0"),
-        ("tms_5-2", "paper", "40,000", "1 of 1 (21% to 100%)", "none", "20.0%", "1.5"),
+        ("tms_5-2", "default", "10,000", "1 of 2 (9% to 91%)", "1 (7)", "0.4%", *["-"] * 4, "2.0"),
+        ("tms_5-2", "paper", "40,000", "1 of 1 (21% to 100%)", "none", "20.0%", *["-"] * 4, "1.5"),
     ]
     assert rows["Neuron contributions"] == [
         ("resid_mlp1", "default", "2", "0.9999 ± 0.0000", "1.022 ± 0.014", "0.006 ± 0.000", "0.500 ± 0.000")
