@@ -398,6 +398,68 @@ def test_settings_that_make_no_sense(settings, message):
         rankone.decompose(small_mlp(), [torch.rand(4, 4)], {"*": 3}, {"losses": settings})
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Attack(0), r"steps=0 never moves; give 1 or more"),
+        (lambda: Attack(2, 0.0), r"step_size=0 goes nowhere"),
+        (lambda: Attack(2, -0.1), r"step_size=-0\.1 goes nowhere, or down; give a positive number"),
+        (lambda: Attack(2, float("nan")), r"step_size=nan"),
+        (lambda: PersistentAttack("it", ascents=0), r"ascents=0 never moves"),
+        (lambda: PersistentAttack("it", lr=0.0), r"lr=0 goes nowhere"),
+    ],
+)
+def test_an_adversary_that_stands_still_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_frequency_counts_what_one_row_stands_for():
+    """A sparse batch may be all zeros, merged into one row: that is no batch of one datapoint."""
+    model = DecomposedModel(small_mlp(), {"*": 3})
+    zeros = torch.zeros(50, 4)
+    loss = LOSSES["frequency"]()
+    merged = loss.value(Step(model, WeightedBatch.merging_zero_rows(zeros), {}, mse))
+    torch.testing.assert_close(merged, loss.value(Step(model, zeros, {}, mse)))
+    with pytest.raises(TrainingError, match="only one datapoint"):
+        loss.value(Step(model, WeightedBatch.merging_zero_rows(zeros[:1]), {}, mse))
+
+
+@pytest.mark.parametrize("engine", ["fast", "exact"])
+@pytest.mark.parametrize(
+    "losses", [{"stochastic_recon_subset": {}}, {"adversarial_recon": {"routing": "subset"}}]
+)
+def test_subset_routing_trains_a_single_layer(engine, losses):
+    config = {"steps": 2, "engine": engine, "losses": losses}
+    result = rankone.decompose(small_mlp(), [torch.rand(80, 4)], {"0": 3}, config)
+    assert result.history[-1]["loss"]["total"] > 0
+
+
+@pytest.mark.parametrize("engine", ["fast", "exact"])
+def test_delta_with_an_embedding_tied_to_the_unembedding(engine):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.unembed = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+            self.unembed.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.unembed(self.embed(x))
+
+    config = {
+        "steps": 3,
+        "engine": engine,
+        "tied": {"unembed": "embed"},
+        "masks": {"delta": True},
+        "losses": {"stochastic_recon": {}, "adversarial_recon": {}},
+    }
+    torch.manual_seed(0)
+    target, x = Tied().eval(), torch.randint(0, 7, (80,))
+    model = rankone.decompose(target, [x], {"*": 4}, config).model
+    ones = {n: Mask(torch.ones(80, 4), delta=torch.ones(80)) for n in model.layers}
+    torch.testing.assert_close(model.masked(x, ones), target(x))
+
+
 def test_shares_of_random_numbers_that_are_no_shares():
     with pytest.raises(ConfigError, match=r"at_zero \+ at_one is 1\.2"):
         MaskSettings(at_zero=0.6, at_one=0.6)

@@ -7,6 +7,7 @@ time and takes steps along the sign of the gradient: a measure of quality, and a
 very gradient that trains, does the work of many. Both are mask sources.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankone.errors import TrainingError
+from rankone.errors import ConfigError, TrainingError
 from rankone.masks import SOURCES, Draw, Mask, Masks, uniform
 
 Scope = Literal["batch", "datapoint"]
@@ -36,6 +37,9 @@ class Attack:
     steps: int = 20
     step_size: float = 0.1
     scope: Scope = "batch"
+
+    def __post_init__(self) -> None:
+        _refuse_standing_still("steps", self.steps, "step_size", self.step_size)
 
     def __call__(self, draw: Draw) -> Masks:
         *_, last = self.ladder(draw, [self.steps])
@@ -63,6 +67,9 @@ class PersistentAttack:
     ascents: int = 1
     lr: float = 0.01
     scope: Scope = "batch"
+
+    def __post_init__(self) -> None:
+        _refuse_standing_still("ascents", self.ascents, "lr", self.lr)
 
     def __call__(self, draw: Draw) -> Masks:
         r, g = self._recalled(draw), importances(draw)
@@ -118,6 +125,15 @@ class PersistentAttack:
             known = torch.cat([known, like.new_zeros(len(like) - len(known), like.shape[1])])
             draw.memory[key] = known
         return known
+
+
+def _refuse_standing_still(what: str, number: int, size: str, length: float) -> None:
+    if number < 1:
+        raise ConfigError(f"An adversary with {what}={number} never moves; give 1 or more.")
+    if not 0 < length < math.inf:
+        raise ConfigError(
+            f"An adversary with {size}={length:g} goes nowhere, or down; give a positive number."
+        )
 
 
 def start(draw: Draw, scope: Scope) -> Sources:

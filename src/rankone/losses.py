@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from rankone.adversary import Attack, PersistentAttack, Scope
+from rankone.data import Batch, WeightedBatch
 from rankone.errors import TrainingError
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, MaskSource
@@ -321,7 +322,7 @@ class Frequency(Scheduled):
         costs = []
         for name, raw in step.raw.items():
             g = upper_leaky(raw)
-            if self.remember == 0 and g.shape[:-1].numel() < 2:
+            if self.remember == 0 and g.shape[:-1].numel() < 2 and not _merged(step.batch):
                 raise TrainingError(
                     "The loss 'frequency' counts how often a subcomponent is important, but a batch has only "
                     "one datapoint. Use larger batches, or set losses.frequency.remember=0.99."
@@ -334,3 +335,8 @@ class Frequency(Scheduled):
                 step.memory[key] = s.detach()
             costs.append((s * torch.log2(1 + s)).sum())
         return torch.stack(costs).sum()
+
+
+def _merged(batch: Batch) -> bool:
+    """Whether one row stands for several datapoints, as in a sparse batch where all were zero."""
+    return isinstance(batch, WeightedBatch) and bool(batch.weights.sum() > 1)
