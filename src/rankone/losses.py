@@ -228,23 +228,29 @@ class Sparsity(Scheduled):
     def value(self, step: Step) -> Float[Tensor, ""]:
         return step.penalty(self.penalty(step.progress))
 
-    def ahead(self, progress: float) -> float:
-        """How much of the way is still to go after this share of training."""
-        return min(max(0.0, 1 - (progress - self.hold) / self.anneal), 1.0)
+    def ahead(self, progress: float, hold: float | None = None) -> float:
+        """How much of the way is still to go after this share of training, if it begins after `hold`."""
+        begins = self.hold if hold is None else hold
+        return min(max(0.0, 1 - (progress - begins) / self.anneal), 1.0)
 
 
 @register_loss("importance_minimality")
 class ImportanceMinimality(Sparsity):
     """As few subcomponents as possible should matter on any datapoint (beta3 in the paper).
 
-    Exponent, coefficient and saturation may move, all along the same way (`hold` and `anneal`).
+    Exponent and saturation may move, along the same way (`hold` and `anneal`), and the coefficient with
+    them or later (`relax_after`).
     """
 
     coefficient: Coefficient = 3e-3
     """beta3."""
     coefficient_start: Coefficient | None = None
-    """beta3 at the start of training, from which it moves to `coefficient` along with the exponent;
-    null to use `coefficient` throughout."""
+    """beta3 at the start of training, from which it moves to `coefficient`; null to use `coefficient`
+    throughout."""
+    relax_after: float | None = Field(default=None, ge=0, lt=1)
+    """The share of training after which the coefficient moves, for as long as `anneal`; null to move
+    along with the exponent. Strays go while the pressure is high and its shape steep, and what is
+    important rises to 1 once the pressure is low."""
     p: float = Field(default=1.0, gt=0, le=100)
     """Exponent of the penalty."""
     p_start: float | None = Field(default=None, gt=0, le=100)
@@ -265,6 +271,15 @@ class ImportanceMinimality(Sparsity):
             raise ValueError(
                 "a coefficient of 0 switches the loss off; with coefficient_start, let it end at a small one"
             )
+        if self.relax_after is not None and self.coefficient_start is None:
+            raise ValueError(
+                "relax_after says when the coefficient moves, but without coefficient_start it does not"
+            )
+        if self.relax_after is not None and self.relax_after + self.anneal > 1:
+            raise ValueError(
+                f"relax_after + anneal is {self.relax_after + self.anneal:g}, so the coefficient would never "
+                "arrive; they may be 1 together"
+            )
         return self
 
     def penalty(self, progress: float) -> Penalty:
@@ -272,7 +287,9 @@ class ImportanceMinimality(Sparsity):
         return Penalty(p, self.eps if p < 1 else 0.0, self._moving(0.0, self.saturation, progress))
 
     def coefficient_at(self, progress: float) -> float:
-        return self._moving(self.coefficient_start, self.coefficient, progress) * self.ramped(progress)
+        hold = self.hold if self.relax_after is None else self.relax_after
+        moving = self._moving(self.coefficient_start, self.coefficient, progress, hold)
+        return moving * self.ramped(progress)
 
     def exponent(self, progress: float) -> float:
         """The exponent after this share of training."""
@@ -281,10 +298,11 @@ class ImportanceMinimality(Sparsity):
     @property
     def settled(self) -> float:
         moves = self.p_start is not None or self.coefficient_start is not None or self.saturation > 0
-        return max(self.ramp, self.hold + self.anneal if moves else 0.0)
+        last = max(self.hold, self.relax_after or 0.0)
+        return max(self.ramp, last + self.anneal if moves else 0.0)
 
-    def _moving(self, start: float | None, end: float, progress: float) -> float:
-        return end if start is None else end + (start - end) * self.ahead(progress)
+    def _moving(self, start: float | None, end: float, progress: float, hold: float | None = None) -> float:
+        return end if start is None else end + (start - end) * self.ahead(progress, hold)
 
 
 @register_loss("smooth_l0")
