@@ -24,6 +24,7 @@ ORDER = [
     "patching",
     "model",
     "adversary",
+    "balance",
     "step",
     "losses",
     "config",

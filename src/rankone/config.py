@@ -4,7 +4,8 @@ Every field has a docstring, which feeds `rankone config explain`. How settings 
 overridden and explained is in settings.py; `runs/config.py` adds target, data and layers.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -13,7 +14,7 @@ from rankone.errors import ConfigError, near_matches, shown
 from rankone.importance import Option, check_importance
 from rankone.losses import DIVERGENCES, LOSSES, Loss
 from rankone.masks import MaskSettings
-from rankone.settings import ByName, Count, CountOrZero, Positive, Seed, Settings
+from rankone.settings import ByName, Count, CountOrZero, Positive, Seed, Settings, validated
 
 LayerName = Annotated[str, Field(min_length=1, max_length=1000)]
 """The name of a layer, or a pattern of names."""
@@ -90,6 +91,11 @@ class DecompositionConfig(Settings):
     losses: Annotated[dict[str, Loss], ByName(LOSSES)] = Field(default_factory=paper_losses)
     """The terms of the training loss, by name. The default is the paper's four; what you give, from
     YAML or Python, replaces all of them: a loss that is not listed is not used."""
+    relative: bool = False
+    """Whether everything is measured against the network itself (balance.py): divergences as shares of
+    what removing everything costs, faithfulness as a share of each matrix, coefficients of minimality as
+    the share that all importances together cost, learning rates in units of the factors. Then the
+    settings do not depend on the network's units."""
     importance: ImportanceSettings = ImportanceSettings()
     """The causal importance function."""
     masks: MaskSettings = MaskSettings()
@@ -124,3 +130,49 @@ class DecompositionConfig(Settings):
         if not any(loss.coefficient > 0 for loss in self.losses.values()):
             raise ValueError("no loss has a coefficient above 0: there is nothing to train")
         return self
+
+
+RECIPE: dict[str, Any] = {
+    "relative": True,
+    "steps": 6000,
+    "init": "datapoints",
+    "losses": {
+        "faithfulness": {"coefficient": 1.0},
+        "stochastic_recon": {"coefficient": 1.0},
+        "stochastic_recon_layerwise": {"coefficient": 1.0},
+        "importance_recon": {"coefficient": 1.0},
+        "importance_minimality": {
+            "coefficient_start": 0.3,
+            "coefficient": 0.03,
+            "p_start": 2.0,
+            "p": 1.0,
+            "saturation": 50.0,
+            "hold": 0.4,
+            "anneal": 0.2,
+            "relax_after": 0.65,
+        },
+    },
+    "masks": {"sigmoid": "straight_through", "delta": True},
+    "optimizer": {"lr": 3e-3, "schedule": "half_cosine"},
+}
+"""One recipe for any network, without units: what `decompose` uses where it is told nothing else.
+
+Pressure is high until features have found their subcomponents, then its shape becomes steep near 0
+and flat near 1, so that strays go, and last it relaxes, so that what is important rises to 1.
+docs/recipe.md has what it recovers and where it fails.
+"""
+
+
+def over_recipe(settings: Mapping[str, Any]) -> DecompositionConfig:
+    """The recipe with these settings laid over it: mappings are merged, everything else replaces."""
+    return validated(DecompositionConfig, _merged(RECIPE, settings), source="config")
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merged(merged[key], value)
+        else:
+            merged[key] = value
+    return merged

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankone.checkpoint import checkpoint_names, described
-from rankone.config import DecompositionConfig
+from rankone.config import DecompositionConfig, over_recipe
 from rankone.data import Batch, Data, to_device
 from rankone.errors import CheckpointError, ConfigError, LayerError
 from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
@@ -201,7 +201,8 @@ def decompose(
     model       any nn.Module, in eval mode; it is not altered
     data        an iterable of batches, or a function that draws a batch from a torch.Generator
     layers      name patterns of the layers to decompose -> number of subcomponents C
-    config      the settings, as an object or a plain mapping; defaults are the paper's for TMS 5-2
+    config      what should differ from the recipe (config.RECIPE), as a mapping; or a whole
+                DecompositionConfig, which is taken as it is
     output      how to get the tensor to compare from what the model returns: name, index, function
     divergence  a function (masked output, target output) -> number per datapoint, instead of
                 config.divergence
@@ -216,7 +217,7 @@ def decompose(
             "such as {'mlp.*': 100}."
         )
     if not isinstance(config, DecompositionConfig):
-        config = validated(DecompositionConfig, config or {}, source="config")
+        config = over_recipe(config or {})
     if divergence is not None and not callable(divergence):
         raise ConfigError(f"divergence is {divergence!r}; pass a function, or name one in the config.")
     if resume and out is None:

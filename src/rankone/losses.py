@@ -11,6 +11,8 @@ samples, as in Algorithm 1. docs/method.md says what each piece is for and what 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar
 
 import torch
@@ -20,11 +22,11 @@ from torch import Tensor
 
 from rankone.adversary import Attack, PersistentAttack, Scope
 from rankone.data import Batch, WeightedBatch
-from rankone.errors import TrainingError
+from rankone.errors import ConfigError, TrainingError, near_matches, shown
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, MaskSource
 from rankone.settings import Coefficient, Positive, Registry, Settings
-from rankone.step import Divergence, Penalty, Step, faithfulness
+from rankone.step import Divergence, Penalty, Step, Unit
 
 DIVERGENCES: Registry[Divergence] = Registry("divergence")
 
@@ -45,6 +47,10 @@ def kl(output: Float[Tensor, "*lead d"], target: Float[Tensor, "*lead d"]) -> Fl
 
 class Loss(Settings, ABC):
     """One term of the training loss."""
+
+    unit: ClassVar[Unit] = "none"
+    """What it is a number of: with `relative` settings, a divergence becomes a share of what removing
+    everything costs, and the coefficient of importances the share that they cost."""
 
     coefficient: Coefficient
     """The factor with which this term enters the total loss; 0 switches it off."""
@@ -75,11 +81,13 @@ class Faithfulness(Loss):
     """Weight of faithfulness; 1 in the paper."""
 
     def value(self, step: Step) -> Float[Tensor, ""]:
-        return faithfulness(step.model)
+        return step.faithfulness()
 
 
 class MaskedPasses(Loss):
     """The masked network must do what the target does: one mask source under one routing."""
+
+    unit: ClassVar[Unit] = "divergence"
 
     @abstractmethod
     def source(self) -> tuple[str | MaskSource, str, int]:
@@ -190,6 +198,8 @@ class AdversarialRecon(MaskedPasses):
 class Scheduled(Loss):
     """A loss that presses importances down, and may do so more and more."""
 
+    unit: ClassVar[Unit] = "importance"
+
     ramp: float = Field(default=0.0, ge=0, le=1)
     """The share of training over which the coefficient first rises linearly from 0."""
 
@@ -211,6 +221,9 @@ class Sparsity(Scheduled):
     """The share of training for which what moves stays as it starts."""
     anneal: float = Field(default=0.5, gt=0, le=1)
     """The share of training, after that, over which it moves to where it ends."""
+    price_of: dict[str, Coefficient] = Field(default={}, max_length=1000)
+    """Name patterns of layers -> by how much the price of their importances differs: a matrix of which
+    much is needed at a time may want a lower one than its neighbours. 1 where no pattern fits."""
 
     @model_validator(mode="after")
     def _arrives(self) -> "Sparsity":
@@ -226,7 +239,23 @@ class Sparsity(Scheduled):
         """What an importance costs after this share of training."""
 
     def value(self, step: Step) -> Float[Tensor, ""]:
-        return step.penalty(self.penalty(step.progress))
+        return step.penalty(self.penalty(step.progress), self.prices(step.raw))
+
+    def prices(self, layers: Iterable[str]) -> dict[str, float]:
+        """The price factor of every layer; empty where all are alike."""
+        if not self.price_of:
+            return {}
+        names = list(layers)
+        for pattern in self.price_of:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"price_of names {shown(pattern)}, which fits no decomposed layer. "
+                    f"{near_matches(pattern, names)}"
+                )
+        return {
+            name: next((f for pattern, f in self.price_of.items() if fnmatchcase(name, pattern)), 1.0)
+            for name in names
+        }
 
     def ahead(self, progress: float, hold: float | None = None) -> float:
         """How much of the way is still to go after this share of training, if it begins after `hold`."""

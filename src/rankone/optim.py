@@ -1,4 +1,7 @@
-"""The optimiser and its schedule: Adam without weight decay, one learning rate for everything."""
+"""The optimiser and its schedule: Adam without weight decay.
+
+One learning rate serves everything, unless parameters have units: then it is relative to them.
+"""
 
 import math
 from collections.abc import Mapping
@@ -34,6 +37,8 @@ class Adam:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.named = dict(parameters)
+        self.units: dict[str, float] = {}
+        """By how much the learning rate of a parameter is multiplied; 1 where it is not named."""
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self.fused = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
         self.lr = 0.0
@@ -41,7 +46,17 @@ class Adam:
     def update(self, lr: float) -> None:
         """One step with this learning rate, of the parameters that have a gradient."""
         self.lr = lr
-        moved = [p for p in self.named.values() if p.grad is not None]
+        if not self.units:
+            self._update([p for p in self.named.values() if p.grad is not None], lr)
+            return
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, p in self.named.items():
+            if p.grad is not None:
+                groups.setdefault(self.units.get(name, 1.0), []).append(p)
+        for unit, moved in groups.items():
+            self._update(moved, lr * unit)
+
+    def _update(self, moved: list[nn.Parameter], lr: float) -> None:
         for p in moved:
             if p not in self.state:
                 step = torch.zeros((), device=p.device if self.fused else None)

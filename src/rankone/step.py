@@ -10,13 +10,14 @@ are given.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from rankone.balance import Balance
 from rankone.data import Batch, mean_over_data, row_weights, seed_for
 from rankone.errors import TargetError, TrainingError, shown
 from rankone.importance import upper_leaky
@@ -55,9 +56,16 @@ class Follower(NamedTuple):
     then: Callable[[list[Tensor | None]], None]
 
 
+Unit = Literal["divergence", "importance", "none"]
+"""What a loss is a number of: divergence of outputs, importances, or something without a unit."""
+
+
 @runtime_checkable
 class Term(Protocol):
     """A term of the training loss, as losses.py defines them."""
+
+    @property
+    def unit(self) -> Unit: ...
 
     def value(self, step: Any) -> Tensor: ...
 
@@ -79,15 +87,18 @@ class Step:
         progress: float = 0.0,
         masks: MaskSettings | None = None,
         memory: dict[str, Tensor] | None = None,
+        balance: Balance | None = None,
     ) -> None:
         """`index` numbers the step; `progress` is how much of training lies behind it, from 0 to 1.
 
-        `memory` is what mask sources and losses keep from step to step.
+        `memory` is what mask sources and losses keep from step to step. With a `balance`, terms are
+        shares of what removing everything costs.
         """
         self.model, self.batch, self.terms, self.divergence = model, batch, terms, divergence
         self.seed, self.index, self.progress = seed, index, progress
         self.mask_settings = masks or MaskSettings()
         self.memory = {} if memory is None else memory
+        self.balance = balance
         self.followers: list[Follower] = []
         self.weights = row_weights(batch)
         self._masks: dict[tuple[Any, int, bool], Masks] = {}
@@ -172,9 +183,12 @@ class Step:
         rows = values.reshape(len(values), -1, values.shape[-1]).mean(1)
         return rows.mean(0) if self.weights is None else self.weights.to(rows.dtype) @ rows
 
-    def penalty(self, shape: Penalty) -> Float[Tensor, ""]:
-        """What all importances of all layers cost, averaged over the data."""
-        return torch.stack([self.mean(shape.of(raw)) for raw in self.raw.values()]).sum()
+    def penalty(self, shape: Penalty, prices: Mapping[str, float] | None = None) -> Float[Tensor, ""]:
+        """What all importances of all layers cost, averaged over the data, at the price factor of each
+        layer (1 if not named)."""
+        factors = prices or {}
+        costs = [self.mean(shape.of(raw)) * factors.get(name, 1.0) for name, raw in self.raw.items()]
+        return torch.stack(costs).sum()
 
     def total(self) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """The training loss, and its terms without their coefficients."""
@@ -185,8 +199,25 @@ class Step:
                     f"The loss {name!r} is {shown(value)}; `value` must return a tensor with one number."
                 )
         stacked = torch.stack(list(values.values()))
+        if self.balance is not None:
+            weights = torch.stack(self.balance.weights(self.terms, values, self.progress))
+            return stacked @ weights.to(stacked.dtype), values
         coefficients = [term.coefficient_at(self.progress) for term in self.terms.values()]
         return stacked @ torch.tensor(coefficients, dtype=stacked.dtype, device=stacked.device), values
+
+    def faithfulness(self) -> Float[Tensor, ""]:
+        """How far the sums of subcomponents are from the matrices."""
+        return faithfulness(self.model) if self.balance is None else relative_faithfulness(self.model)
+
+
+def relative_faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:
+    """Squared error of the summed subcomponents of each matrix, as a share of that matrix; the mean."""
+    shares = []
+    for name, layer in model.layers.items():
+        if name not in model.tied:
+            W = layer.matrix()
+            shares.append(F.mse_loss(layer.subcomponents.weight(), W) / W.square().mean().clamp(min=1e-30))
+    return torch.stack(shares).mean()
 
 
 def faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:

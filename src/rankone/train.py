@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankone.balance import MEASURED_BATCHES, Balance, in_units_of_data
 from rankone.checkpoint import (
     checkpoint_names,
     described,
@@ -78,6 +80,7 @@ class Training:
         self.parameters = list(self.trained.values())
         self.optimizer = Adam(self.trained)
         self.memory: dict[str, Tensor] = {}
+        self.balance: Balance | None = None
         self.step = 0
         self.seconds = 0.0
         self.history: list[Record] = []
@@ -99,6 +102,10 @@ class Training:
                         first = batches(self.data, self.config.seed, stream="init")
                         self.model.start_from_data(first, self.config.seed)
                     self._warm_up()
+                    if self.config.relative:
+                        self._measure()
+                if self.config.relative:
+                    self._use_measured()
                 self._loop(metrics, stop)
             finished = True
         finally:
@@ -137,7 +144,7 @@ class Training:
         seed = self.config.seed
         return self.engine(
             self.model, batch, self.losses, self.divergence, seed=seed, index=index, progress=progress,
-            masks=self.config.masks, memory=self.memory,
+            masks=self.config.masks, memory=self.memory, balance=self.balance,
         )  # fmt: skip
 
     def _warm_up(self) -> None:
@@ -148,6 +155,27 @@ class Training:
             set_gradients(faithfulness(self.model), factors)
             optimizer.update(settings.lr)
         optimizer.zero_grad()
+
+    def _measure(self) -> None:
+        """What removing everything costs, and the units of the factors; kept for when it is resumed."""
+        first = [
+            to_device(batch, self.model.device)
+            for batch in islice(batches(self.data, self.config.seed, stream="init"), MEASURED_BATCHES)
+        ]
+        units = in_units_of_data(self.model, first)
+        self.memory |= {f"unit/{name}": torch.tensor(unit, dtype=torch.float64) for name, unit in units.items()}
+        costs = []
+        with torch.no_grad():
+            for i, batch in enumerate(first):
+                step = Step(self.model, batch, {}, self.divergence, seed=self.config.seed, index=i)
+                costs.append(float(step.distance(step.output(step.masks("zero", 0)))))
+        Balance(self.memory).set_everything(costs)
+
+    def _use_measured(self) -> None:
+        self.balance = Balance(self.memory)
+        self.optimizer.units = {
+            name.removeprefix("unit/"): float(t) for name, t in self.memory.items() if name.startswith("unit/")
+        }
 
     def _loop(self, metrics: MetricsLog | None, stop: "_Stop") -> None:
         config = self.config

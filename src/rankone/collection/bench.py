@@ -25,7 +25,7 @@ from rankone.checkpoint import described
 from rankone.collection.base import ENTRIES, KnownNetwork, network, one_thread
 from rankone.collection.judge import Found, judge, true_decomposition
 from rankone.collection.split import half_of, names_in
-from rankone.config import DecompositionConfig
+from rankone.config import DecompositionConfig, over_recipe
 from rankone.decomposition import decompose
 from rankone.errors import ConfigError, RankoneError
 from rankone.files import RunDirectory, sha256
@@ -53,9 +53,7 @@ class Rankone:
                     f"{key} cannot be set for a benchmark: every network and every seed has its own."
                 )
         own = {"seed": seed, "tied": dict(tied or {}), "divergence": divergence}
-        if not self.assignments:
-            return validated(DecompositionConfig, own, source="config")
-        values = DecompositionConfig().model_dump(mode="json") | own
+        values = over_recipe(own).model_dump(mode="json")
         values = override(values, DecompositionConfig, self.assignments)
         return validated(DecompositionConfig, values, source="the settings of the benchmark")
 

@@ -48,12 +48,13 @@ def gated(
     penalty: Penalty | None = None,
     row_weights: Float[Tensor, " rows"] | None = None,
     masks: MaskSettings | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, Gated], Float[Tensor, ""] | None]:
     """What interpolated gates say, for the layers to which that applies; and the penalty of those
     layers.
 
-    The penalty is the mean over datapoints, weighted by `row_weights`, of `Penalty.of`; None if
-    none is asked for, or of no layer.
+    The penalty is the mean over datapoints, weighted by `row_weights`, of `Penalty.of`, times the
+    factor of each layer in `prices`; None if none is asked for, or of no layer.
     """
     served = {name: gate for name, gate in gates.items() if _applies(gate, row_weights)}
     if not served:
@@ -64,9 +65,10 @@ def gated(
         flat = h if h.dim() == 2 else h.reshape(-1, h.shape[-1])
         inputs += [flat, importance.w_in, importance.b_in, importance.w_out, importance.b_out]
     keys = [gate.key for gate in served.values()]
+    factors = [(prices or {}).get(name, 1.0) for name in served]
     # One function for all layers: in a small network, calling it costs as much as what it computes.
     total, *outputs = _GatesAndMasks.apply(
-        keys, masks or MaskSettings(), penalty or Penalty(0.0), row_weights, *inputs
+        keys, masks or MaskSettings(), penalty or Penalty(0.0), row_weights, factors, *inputs
     )
     layers: dict[str, Gated] = {}
     for i, (name, (_, h, _)) in enumerate(served.items()):
@@ -110,6 +112,7 @@ class _GatesAndMasks(torch.autograd.Function):
         masks: MaskSettings,
         penalty: Penalty,
         row_weights: Tensor | None,
+        prices: list[float],
         *inputs: Tensor,
     ) -> Any:
         compiled, threads = kernels(), torch.get_num_threads()
@@ -127,6 +130,8 @@ class _GatesAndMasks(torch.autograd.Function):
             columns = _columns(h)
             gate = [w.detach().contiguous().numpy() for w in parameters]
             per_row = np.full(rows, 1 / rows, np.float32) if weights is None else weights
+            if prices[i] != 1:  # in the kernel the weights of rows serve the penalty alone
+                per_row = per_row * np.float32(prices[i])
             settings = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), *rule, per_row, *shape
             wide = [h.new_empty(C, rows) for _ in range(3)]
             raw, mask, masked = (t.numpy() for t in wide)
@@ -150,7 +155,7 @@ class _GatesAndMasks(torch.autograd.Function):
         assert compiled is not None
         to_penalty, *to_outputs = grads
         scale = np.float32(0 if to_penalty is None else to_penalty.item())
-        to_inputs: list[Tensor | None] = [None, None, None, None]
+        to_inputs: list[Tensor | None] = [None, None, None, None, None]
         for i, layer in enumerate(ctx.layers):
             to_wide = to_outputs[3 * i : 3 * i + 3]
             if to_penalty is None and all(g is None for g in to_wide):

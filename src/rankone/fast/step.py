@@ -7,7 +7,7 @@ memory and remembered for the step (products.py). README.md beside this file say
 and what it promises.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ class FastStep(Step):
         self._memo: Memo = {}
         self._gated: dict[str, Gated] = {}
         self._shape: Penalty | None = None
+        self._prices: Mapping[str, float] = {}
         self._written: dict[tuple[Any, ...], tuple[Mask, Activation]] = {}
         self._rest: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._scaled_target: tuple[Tensor, Tensor] | None = None
@@ -62,8 +63,11 @@ class FastStep(Step):
         functions = self.model.importance.functions
         losses = [term for term in self.terms.values() if isinstance(term, Sparsity)]
         self._shape = losses[0].penalty(self.progress) if losses else None
+        self._prices = losses[0].prices(self.inner) if losses else {}
         gates = {name: Gate(f, self.inner[name], self.mask_key(name, 0)) for name, f in functions.items()}
-        self._gated, self._penalty = gated(gates, self._shape, self.weights, self.mask_settings)
+        self._gated, self._penalty = gated(
+            gates, self._shape, self.weights, self.mask_settings, self._prices
+        )
         return {
             name: self._gated[name].raw if name in self._gated else f(self.inner[name])
             for name, f in functions.items()
@@ -129,11 +133,16 @@ class FastStep(Step):
         scale, target = self._scaled_target
         return F.mse_loss(scale * output, target, reduction="sum")
 
-    def penalty(self, shape: Penalty) -> Float[Tensor, ""]:
-        if self._shape != shape or self._penalty is None:
-            return super().penalty(shape)
-        plain = [shape.of(raw) for name, raw in self.raw.items() if name not in self._gated]
-        return torch.stack([self._penalty, *(self.mean(cost) for cost in plain)]).sum()
+    def penalty(self, shape: Penalty, prices: Mapping[str, float] | None = None) -> Float[Tensor, ""]:
+        factors = prices or {}
+        if self._shape != shape or self._penalty is None or self._prices != factors:
+            return super().penalty(shape, prices)
+        plain = [
+            self.mean(shape.of(raw)) * factors.get(name, 1.0)
+            for name, raw in self.raw.items()
+            if name not in self._gated
+        ]
+        return torch.stack([self._penalty, *plain]).sum()
 
     def total(self) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         with sharing(self._memo):
