@@ -137,7 +137,7 @@ RECIPE: dict[str, Any] = {
     "steps": 6000,
     "init": "datapoints",
     "losses": {
-        "faithfulness": {"coefficient": 1.0},
+        "faithfulness": {"coefficient": 10.0},
         "stochastic_recon": {"coefficient": 1.0},
         "stochastic_recon_layerwise": {"coefficient": 1.0},
         "importance_recon": {"coefficient": 1.0},
@@ -153,7 +153,7 @@ RECIPE: dict[str, Any] = {
         },
     },
     "masks": {"sigmoid": "straight_through", "delta": True},
-    "optimizer": {"lr": 3e-3, "schedule": "half_cosine"},
+    "optimizer": {"lr": 2e-3, "schedule": "half_cosine"},
 }
 """One recipe for any network, without units: what `decompose` uses where it is told nothing else.
 
@@ -165,7 +165,8 @@ docs/recipe.md has what it recovers and where it fails.
 
 def over_recipe(settings: Mapping[str, Any]) -> DecompositionConfig:
     """The recipe with these settings laid over it: mappings are merged, everything else replaces."""
-    return validated(DecompositionConfig, _merged(RECIPE, settings), source="config")
+    laid = _merged(RECIPE, settings) if isinstance(settings, Mapping) else settings
+    return validated(DecompositionConfig, laid, source="config")
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ that the user's own hooks go on working.
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,6 +27,7 @@ from rankone.masks import Mask, Masks
 from rankone.patching import (
     OutputGetter,
     choose_layers,
+    frozen,
     one_pass_at_a_time,
     only_input,
     overridden,
@@ -380,17 +381,9 @@ class DecomposedModel(nn.Module):
             forwards |= {name: (lambda *args, y=y, **kwargs: y) for name, y in (outputs or {}).items()}
             return self._run(run, forwards)
 
-    @contextmanager
-    def held_fixed(self) -> Iterator[None]:
+    def held_fixed(self) -> AbstractContextManager[None]:
         """While this lasts, passes are differentiable in their masks only, which makes them cheaper."""
-        trained = [p for p in self.factors() if p.requires_grad]
-        for p in trained:
-            p.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for p in trained:
-                p.requires_grad_()
+        return frozen(nn.ModuleList(layer.subcomponents for layer in self.layers.values()))
 
     def check_mask(self, name: str, mask: Mask) -> None:
         C = self.layer(name).C

@@ -29,7 +29,7 @@ inputs that occur. A network is **recovered** if there is no error and the mean 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,6 +51,10 @@ from rankone.step import Step
 
 SIMILAR = 0.9
 """The least mean cosine of a recovered network."""
+SUPPORT_BATCHES = 4
+"""From how many batches the span of a layer's inputs is taken."""
+SPANNED = 1e-4
+"""A direction in which inputs are this small beside the largest does not occur."""
 NEGLIGIBLE = 1e-3
 """A whole matrix that is this small beside the layer's is not there: a component may span several
 layers and leave others alone."""
@@ -192,12 +196,40 @@ class Judgement:
 def judge(network: KnownNetwork, found: Found, *, n_batches: int = 4, seed: int = 0) -> Judgement:
     """Compare what a method found with the truth, and measure how well it holds."""
     parts = {name: Parts.of(found.components(name), name) for name in network.truth}
+    network = with_support(network)
     with torch.no_grad():
         probed = importances_of(found, network.probe, parts)
         layers = {
             name: _judge_layer(network, name, parts[name], probed[name].flatten(0, -2)) for name in parts
         }
         return _measure(network, found, parts, layers, probed, n_batches, seed)
+
+
+@torch.no_grad()
+def with_support(network: KnownNetwork) -> KnownNetwork:
+    """The network with the support of every matrix filled in: the directions that its inputs span.
+
+    What a part does to inputs that never occur is decided by nothing, so it is not compared. Neurons
+    that always fire together are such a case: only what is read of them together is real.
+    """
+    wanted = [n for n, t in network.truth.items() if isinstance(t, Mechanisms) and t.support is None]
+    if not wanted:
+        return network
+    model = DecomposedModel(network.model, dict.fromkeys(wanted, 1), importance="linear")
+    inputs: dict[str, list[Tensor]] = {name: [] for name in wanted}
+    for batch in islice(batches(network.data, 0, stream="evaluation"), SUPPORT_BATCHES):
+        clean = model.clean(batch)
+        for name in wanted:
+            a = model.layer(name).adapter.vectors(clean.inputs[name])
+            inputs[name].append(a.reshape(-1, a.shape[-1]).double())
+    truth = dict(network.truth)
+    for name in wanted:
+        _, sizes, right = torch.linalg.svd(torch.cat(inputs[name]), full_matrices=False)
+        spanned = right[sizes > SPANNED * sizes[0]]
+        old = network.truth[name]
+        assert isinstance(old, Mechanisms)
+        truth[name] = replace(old, support=spanned.T.float().contiguous())
+    return replace(network, truth=truth)
 
 
 def importances_of(found: Found, batch: Batch, parts: Mapping[str, Parts]) -> dict[str, Tensor]:
