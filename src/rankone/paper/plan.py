@@ -26,7 +26,7 @@ SEEDS = {
     "paper": dict(zip(EXPERIMENTS, (3, 3, 1, 1, 3, 1, 1), strict=True)),
 }
 """How many seeds of each experiment are run unless another number is asked for."""
-BETA3 = "losses.importance_minimality.coefficient"
+MINIMALITY = "losses.importance_minimality"
 BETA3_FACTORS = (0.01, 0.1, 1, 10, 100)
 """The importance coefficients of the figure that varies it, relative to the right one."""
 C_FACTORS = (1, 2, 4)
@@ -68,13 +68,16 @@ class RunSpec:
 
 
 def beta3_runs(preset: str) -> list[RunSpec]:
-    right = experiment_config("resid_mlp1", preset=preset).losses["importance_minimality"].coefficient
-    return [
-        RunSpec("resid_mlp1", preset)
-        if factor == 1
-        else RunSpec("resid_mlp1", preset, 0, (f"{BETA3}={right * factor:g}",), f"beta3-{right * factor:g}")
-        for factor in BETA3_FACTORS
-    ]
+    """One layer with other coefficients; one that moves is multiplied at both of its ends."""
+    loss = experiment_config("resid_mlp1", preset=preset).losses["importance_minimality"]
+    ends = {key: getattr(loss, key) for key in ("coefficient", "coefficient_start")}
+
+    def scaled(factor: float) -> RunSpec:
+        overrides = [f"{MINIMALITY}.{key}={end * factor:g}" for key, end in ends.items() if end is not None]
+        label = f"beta3-{ends['coefficient'] * factor:g}"
+        return RunSpec("resid_mlp1", preset, 0, tuple(overrides), label)
+
+    return [RunSpec("resid_mlp1", preset) if factor == 1 else scaled(factor) for factor in BETA3_FACTORS]
 
 
 def splitting_runs(preset: str) -> list[RunSpec]:
