@@ -45,6 +45,8 @@ def variants(experiment: str) -> dict[str, tuple[str, ...]]:
         "ramp": ("losses.importance_minimality.ramp=0.2",),
         "faithful": ("losses.faithfulness.coefficient=100",),
     }
+    if experiment in HOLDS:
+        pieces["holds"] = HOLDS[experiment]
     pieces["st+delta"] = pieces["straight-through"] + pieces["delta"]
     pieces["st+delta+adversary"] = pieces["st+delta"] + ADVERSARY
     pieces["st+delta+persistent"] = pieces["st+delta"] + PERSISTENT
@@ -53,6 +55,27 @@ def variants(experiment: str) -> dict[str, tuple[str, ...]]:
     pieces["st+ends+faithful"] = pieces["straight-through"] + pieces["ends"] + pieces["faithful"]
     return pieces
 
+
+MINIMALITY = "losses.importance_minimality"
+HOLDS = {
+    experiment: (
+        "masks.sigmoid=straight_through", "masks.delta=true", "losses.importance_recon.coefficient=1",
+        f"{MINIMALITY}.p_start=2", f"{MINIMALITY}.p=1", f"{MINIMALITY}.saturation=30",
+        f"{MINIMALITY}.hold=0.5", f"{MINIMALITY}.anneal=0.3", "steps=10000", *own,
+    )
+    for experiment, own in {
+        "resid_mlp1": (
+            f"{MINIMALITY}.coefficient_start=5e-5", f"{MINIMALITY}.coefficient=2e-5",
+            f"{MINIMALITY}.price_of={{'*.mlp_out': 0.2}}",
+        ),
+        "resid_mlp2": (
+            f"{MINIMALITY}.coefficient_start=6e-5", f"{MINIMALITY}.coefficient=4e-5",
+            f"{MINIMALITY}.price_of={{'*.mlp_out': 0.15}}",
+            'layers={"blocks.*.mlp_in": 200, "blocks.*.mlp_out": 50}',
+        ),
+    }.items()
+}  # fmt: skip
+"""All pieces together, as they were found to be faithful and to hold under attack."""
 
 COLUMNS = ("sum", "stochastic", "importance", "rounded", "attack_20", "union_16", "deletion")
 

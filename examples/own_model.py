@@ -38,19 +38,8 @@ def trained_network(steps: int) -> nn.Module:
 
 def main(steps: int = 6000) -> rankone.Decomposition:
     model = trained_network(steps=3000)
-    config = rankone.DecompositionConfig(
-        steps=steps,
-        losses={
-            "faithfulness": {"coefficient": 1.0},
-            "stochastic_recon": {"coefficient": 1.0},
-            "stochastic_recon_layerwise": {"coefficient": 1.0},
-            "importance_minimality": {"coefficient": 3e-4, "p": 1.0},
-        },
-        optimizer={"lr": 3e-3, "schedule": "half_cosine"},
-        faithfulness_warmup={"steps": 200},
-    )
     # Both linear layers ("0" and "2" of the Sequential), with 12 and 24 subcomponents.
-    result = rankone.decompose(model, sparse_inputs, {"0": 12, "2": 24}, config)
+    result = rankone.decompose(model, sparse_inputs, {"0": 12, "2": 24}, {"steps": steps})
 
     probe = 0.75 * torch.eye(N)
     importances = result.importances(probe)["0"]
