@@ -61,7 +61,9 @@ class Balance:
             )
         self.memory["balance/everything"] = torch.tensor(mean)
 
-    def weights(self, terms: Mapping[str, Any], values: Mapping[str, Tensor], progress: float) -> list[Tensor]:
+    def weights(
+        self, terms: Mapping[str, Any], values: Mapping[str, Tensor], progress: float
+    ) -> list[Tensor]:
         """What the value of each term is multiplied by; also moves the running means on."""
         known = next(iter(values.values()))
         everything = self.everything.to(known)

@@ -163,7 +163,9 @@ class Training:
             for batch in islice(batches(self.data, self.config.seed, stream="init"), MEASURED_BATCHES)
         ]
         units = in_units_of_data(self.model, first)
-        self.memory |= {f"unit/{name}": torch.tensor(unit, dtype=torch.float64) for name, unit in units.items()}
+        self.memory |= {
+            f"unit/{name}": torch.tensor(unit, dtype=torch.float64) for name, unit in units.items()
+        }
         costs = []
         with torch.no_grad():
             for i, batch in enumerate(first):
@@ -174,7 +176,9 @@ class Training:
     def _use_measured(self) -> None:
         self.balance = Balance(self.memory)
         self.optimizer.units = {
-            name.removeprefix("unit/"): float(t) for name, t in self.memory.items() if name.startswith("unit/")
+            name.removeprefix("unit/"): float(t)
+            for name, t in self.memory.items()
+            if name.startswith("unit/")
         }
 
     def _loop(self, metrics: MetricsLog | None, stop: "_Stop") -> None:

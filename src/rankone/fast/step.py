@@ -65,9 +65,7 @@ class FastStep(Step):
         self._shape = losses[0].penalty(self.progress) if losses else None
         self._prices = losses[0].prices(self.inner) if losses else {}
         gates = {name: Gate(f, self.inner[name], self.mask_key(name, 0)) for name, f in functions.items()}
-        self._gated, self._penalty = gated(
-            gates, self._shape, self.weights, self.mask_settings, self._prices
-        )
+        self._gated, self._penalty = gated(gates, self._shape, self.weights, self.mask_settings, self._prices)
         return {
             name: self._gated[name].raw if name in self._gated else f(self.inner[name])
             for name, f in functions.items()
