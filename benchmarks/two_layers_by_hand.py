@@ -80,6 +80,12 @@ def main() -> None:
             + " | ".join(f"{100 * float(d / everything):.2f} %" for d in found)
             + " |"
         )
+    print("\nOne part per feature, or two? What the second W_in makes of a feature at 0.75 and at -0.75:")
+    both = torch.stack([streams(target, sign * 0.75 * probes) @ second.T for sign in (1, -1)], 1)
+    ratios = torch.linalg.svdvals(both)[:, 1] / torch.linalg.svdvals(both)[:, 0]
+    order = ratios.argsort(descending=True).tolist()
+    print(f"second singular value as a share of the first: median {float(ratios.median()):.0%};",
+          ", ".join(f"feature {i} {float(ratios[i]):.0%}" for i in order[:8]))  # fmt: skip
     shares = (sizes.square() / sizes.square().sum())[:5].tolist()
     print("\nShare of the remainder's action in its strongest directions:", [f"{s:.1%}" for s in shares])
 

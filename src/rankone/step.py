@@ -10,7 +10,7 @@ are given.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,7 @@ Unit = Literal["divergence", "importance", "none"]
 class Term(Protocol):
     """A term of the training loss, as losses.py defines them."""
 
-    @property
-    def unit(self) -> Unit: ...
+    unit: ClassVar[Unit]
 
     def value(self, step: Any) -> Tensor: ...
 
