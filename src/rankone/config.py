@@ -89,8 +89,8 @@ class DecompositionConfig(Settings):
     divergence: Annotated[str, AfterValidator(DIVERGENCES.known)] = "mse"
     """How outputs are compared: `mse` or `kl`. From Python, pass any function as `divergence=`."""
     losses: Annotated[dict[str, Loss], ByName(LOSSES)] = Field(default_factory=paper_losses)
-    """The terms of the training loss, by name. The default is the paper's four; what you give, from
-    YAML or Python, replaces all of them: a loss that is not listed is not used."""
+    """The terms of the training loss, by name. The default is the paper's four; in a config file or a
+    DecompositionConfig, what you give replaces all of them: a loss that is not listed is not used."""
     relative: bool = False
     """Whether everything is measured against the network itself (balance.py): divergences as shares of
     what removing everything costs, faithfulness as a share of each matrix, coefficients of minimality as
