@@ -27,7 +27,7 @@ SEEDS = {
 }
 """How many seeds of each experiment are run unless another number is asked for."""
 MINIMALITY = "losses.importance_minimality"
-BETA3_FACTORS = (0.01, 0.1, 1, 10, 100)
+BETA3_FACTORS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """The importance coefficients of the figure that varies it, relative to the right one."""
 C_FACTORS = (1, 2, 4)
 """How many times the usual number of subcomponents the test for feature splitting offers."""
