@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankone.data import Batch, row_weights, to_device
+from rankone.data import Batch, row_weights
 from rankone.errors import TrainingError
 from rankone.model import DecomposedModel
 
@@ -80,12 +80,10 @@ class Balance:
             if term.unit == "divergence":
                 weight = weight / everything
             elif term.unit == "importance":
-                weight = weight * pressed / self._price_of(name, values[name].detach())
+                cost = self._running(f"cost/{name}", values[name].detach())
+                weight = weight * pressed / cost.clamp(min=LEAST_COST)
             weights.append(weight)
         return weights
-
-    def _price_of(self, name: str, cost: Tensor) -> Tensor:
-        return self._running(f"cost/{name}", cost).clamp(min=LEAST_COST)
 
     def _running(self, name: str, value: Tensor) -> Tensor:
         key = f"balance/{name}"
@@ -100,13 +98,12 @@ def in_units_of_data(model: DecomposedModel, stream: Iterable[Batch]) -> dict[st
     """Scale read and write vectors so that inner activations are about 1; their sum stays as it is.
 
     Returns the unit of every factor, by the name it has in `model.trained()`: how large its entries are
-    expected to be, and so how fast they should learn. An input's size is its norm where there is one:
-    weighted by its square, so that data that is mostly 0 counts where it is not.
+    expected to be, and so how fast they should learn. An input's size is its norm,
+    averaged with its square as the weight, so that data that is mostly 0 counts where it is not.
     """
     own = {name: layer for name, layer in model.layers.items() if name not in model.tied}
     square, fourth = dict.fromkeys(own, 0.0), dict.fromkeys(own, 0.0)
     for batch in stream:
-        batch = to_device(batch, model.device)
         clean, weights = model.clean(batch), row_weights(batch)
         for name, layer in own.items():
             a = layer.adapter.vectors(clean.inputs[name]).double()
