@@ -4,9 +4,9 @@
     python benchmarks/before_after.py speed --before OLD/.venv/bin/rankone --after .venv/bin/rankone
 
 Both commands drive the two command lines, whatever is behind them. `bits` makes 300 steps of every
-experiment under both presets with each and compares metrics.jsonl and all factors byte for byte. `speed`
-keeps one run of each going and lets them take turns of a fraction of a second, so that whatever else the
-machine does hits both alike. What is printed is a table in Markdown.
+experiment with each, under the presets `tuned` and `paper`, and compares metrics.jsonl and all factors
+byte for byte. `speed` keeps one run of each going and lets them take turns of a fraction of a second, so
+that whatever else the machine does hits both alike. What is printed is a table in Markdown.
 """
 
 import argparse
@@ -39,14 +39,15 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def bits(programs: list[str], experiments: list[str], steps: int) -> None:
+def bits(programs: list[str], experiments: list[str], steps: int, tuned_before: str) -> None:
     print("| experiment | preset | metrics.jsonl (SHA-256) before | after | factors |\n|---|---|---|---|---|")
-    for preset in ("default", "paper"):
+    for preset in ("tuned", "paper"):
         for name in experiments:
             with tempfile.TemporaryDirectory() as folder:
                 outs = [Path(folder) / side for side in ("before", "after")]
-                for program, out in zip(programs, outs, strict=True):
-                    run(program, name, out, "--preset", preset, "--steps", str(steps))
+                names = (tuned_before if preset == "tuned" else preset, preset)
+                for program, out, called in zip(programs, outs, names, strict=True):
+                    run(program, name, out, "--preset", called, "--steps", str(steps))
                 old, new = (factors(out / "decomposition/components.safetensors") for out in outs)
                 same = old.keys() == new.keys() and all(torch.equal(old[k], new[k]) for k in old)
                 logs = " | ".join(digest(out / "metrics.jsonl") for out in outs)
@@ -129,6 +130,9 @@ def main() -> None:
     parser.add_argument("what", choices=("bits", "speed"))
     parser.add_argument("--before", required=True, help="the older `rankone` command")
     parser.add_argument("--after", required=True, help="the newer one")
+    parser.add_argument(
+        "--tuned-before", default="tuned", metavar="NAME", help="the older one's preset: `default` in 0.1.0"
+    )
     parser.add_argument("--steps", type=int, default=300, help="of each run, for bits")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each, for speed")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn, for speed")
@@ -136,7 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     programs = [options.before, options.after]
     if options.what == "bits":
-        bits(programs, options.only, options.steps)
+        bits(programs, options.only, options.steps, options.tuned_before)
     else:
         speed(programs, options.only, options.rounds, options.seconds)
 

@@ -49,6 +49,8 @@ def command(out: Path, steps: int, every: int) -> list[str]:
         "rankone",
         "run",
         "tms_5-2-id",
+        "--preset",
+        "tuned",
         "--steps",
         str(steps),
         *settings,

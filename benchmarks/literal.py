@@ -129,3 +129,36 @@ def mlp(names: Sequence[str]) -> Network:
         return run(names[-1], x)
 
     return network
+
+
+def digits(x: Tensor, run: Run) -> Tensor:
+    """Two convolutions as matrices over patches, one row for each position, and two linear layers."""
+    for name in ("0", "2"):
+        rows, _, height, width = x.shape
+        patches = torch.nn.functional.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
+        x = torch.relu(run(name, patches)).reshape(rows, height, width, -1).permute(0, 3, 1, 2)
+    x = torch.nn.functional.max_pool2d(x, 2).flatten(1)
+    return run("8", torch.relu(run("6", x)))
+
+
+def encoder(norms: Sequence[Callable[[Tensor], Tensor]], heads: int) -> Network:
+    """Blocks of attention and MLP, each followed by a norm; one row for each position."""
+
+    def network(x: Tensor, run: Run) -> Tensor:
+        rows, time, width = x.shape
+
+        def split(a: Tensor) -> Tensor:
+            return a.reshape(rows, time, heads, -1).transpose(1, 2)
+
+        stream = x.flatten(0, 1)
+        for i in range(len(norms) // 2):
+            name = f"layers.{i}.self_attn"
+            q, k, v = (split(run(f"{name}.{n}", stream)) for n in "qkv")
+            weights = torch.softmax(q @ k.transpose(2, 3) / (width // heads) ** 0.5, -1)
+            mixed = (weights @ v).transpose(1, 2).reshape(rows * time, width)
+            stream = norms[2 * i](stream + run(f"{name}.out_proj", mixed))
+            hidden = torch.relu(run(f"layers.{i}.linear1", stream))
+            stream = norms[2 * i + 1](stream + run(f"layers.{i}.linear2", hidden))
+        return stream.reshape(x.shape)
+
+    return network

@@ -25,7 +25,7 @@ ADVERSARY = ("losses.adversarial_recon.steps=1",)
 
 def variants(experiment: str) -> dict[str, tuple[str, ...]]:
     """Name -> settings; those that depend on the experiment's own coefficient take it from there."""
-    beta = experiment_config(experiment).losses["importance_minimality"].coefficient
+    beta = experiment_config(experiment, preset="tuned").losses["importance_minimality"].coefficient
     pieces = {
         "base": (),
         "straight-through": ("masks.sigmoid=straight_through",),
@@ -102,7 +102,8 @@ def make(experiment: str, name: str, settings: tuple[str, ...], seed: int, root:
     out = root / experiment / name / f"seed{seed}"
     if (out / "summary.json").exists():
         return
-    words = ["run", experiment, *settings, "threads=1", "--seed", str(seed), "--out", str(out), "--resume"]
+    words = ["run", experiment, "--preset", "tuned", *settings, "threads=1"]
+    words += ["--seed", str(seed), "--out", str(out), "--resume"]
     out.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run([sys.executable, "-m", "rankone", *words], capture_output=True, text=True)
     print(experiment, name, seed, "done" if done.returncode == 0 else f"FAILED: {done.stderr}", flush=True)

@@ -1,5 +1,5 @@
-"""The training steps that the benchmarks measure: the paper's seven runs, and a plain MLP with nothing
-special to it.
+"""The training steps that the benchmarks measure: the paper's seven runs, a plain MLP with nothing
+special to it, a convolutional network and a transformer encoder.
 
 Each comes twice from one set of parameters: as rankone's own `Training`, and as the literal step of
 literal.py.
@@ -25,7 +25,7 @@ from rankone.targets import ResidualTarget
 from rankone.targets.sparse import SparseTarget
 from rankone.train import Training
 
-RUNS = (*sorted(experiment_names(), reverse=True), "plain_mlp")
+RUNS = (*sorted(experiment_names(), reverse=True), "plain_mlp", "digits", "encoder")
 
 LITERAL: dict[str, Callable[[Any, Any], literal.Network]] = {
     "tms": lambda target, model: literal.tms(target.n_identity),
@@ -57,8 +57,9 @@ class Run:
 
 def make(name: str) -> Run:
     """The run of this name at the paper's batch size, C and d_gate."""
-    if name == "plain_mlp":
-        return plain_mlp()
+    own = {"plain_mlp": plain_mlp, "digits": digits, "encoder": encoder}
+    if name in own:
+        return own[name]()
     config = experiment_config(name, preset="paper")
     assert isinstance(config.target, SparseTarget)
     data = config.target.data(config.batch_size)
@@ -96,6 +97,37 @@ def plain_mlp(
         return torch.randn(batch, widths[0], generator=generator)
 
     return Run(name, target, dict.fromkeys(names, C), settings(d_gate, 1e-4), data, data, literal.mlp(names))
+
+
+def digits() -> Run:
+    """A small convolutional network for images of 8 by 8 points, every layer decomposed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10),
+        ).eval()  # fmt: skip
+
+    def data(generator: torch.Generator) -> Tensor:
+        return torch.rand(256, 1, 8, 8, generator=generator)
+
+    layers = {"0": 20, "2": 60, "6": 40, "8": 14}
+    return Run("digits", target, layers, settings(16, 1e-4), data, data, literal.digits)
+
+
+def encoder(blocks: int = 2) -> Run:
+    """A small `nn.TransformerEncoder`, every matrix decomposed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        target = nn.TransformerEncoder(block, blocks, enable_nested_tensor=False).eval()
+    norms = [norm for layer in target.layers for norm in (layer.norm1, layer.norm2)]
+
+    def data(generator: torch.Generator) -> Tensor:
+        return torch.randn(64, 16, 32, generator=generator)
+
+    network = literal.encoder(norms, heads=4)
+    return Run("encoder", target, {"*": 48}, settings(16, 1e-4), data, data, network)
 
 
 def settings(d_gate: int, beta3: float) -> DecompositionConfig:
@@ -185,10 +217,8 @@ def disagreement(run: Run, engine: str, *, scatter: float = 0.3) -> dict[str, fl
     # Each merged row stands for several: in the literal batch they all use the random numbers of
     # that row.
     draws = {
-        name: uniform(step.mask_key(name, 0), torch.empty(rows.shape[0], layer.C)).repeat_interleave(
-            copies, 0
-        )
-        for name, layer in model.layers.items()
+        name: uniform(step.mask_key(name, 0), raw).repeat_interleave(copies, 0).flatten(0, -2)
+        for name, raw in step.raw.items()
     }
     layers = literal_layers(model)
     parameters = literal_parameters(model, layers)

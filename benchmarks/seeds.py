@@ -34,6 +34,8 @@ def milliseconds(name: str, steps: int, *, jobs: int, threads: int, seeds: int) 
             "rankone",
             "run",
             name,
+            "--preset",
+            "tuned",
             f"threads={threads}",
             "faithfulness_warmup.steps=0",
         ]

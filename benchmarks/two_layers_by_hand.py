@@ -29,7 +29,7 @@ def streams(target, x):
 
 @torch.no_grad()
 def main() -> None:
-    settings = experiment_config("resid_mlp2").target
+    settings = experiment_config("resid_mlp2", preset="tuned").target
     target = settings.load().requires_grad_(False).eval()
     first, second = (block.mlp_in.weight for block in target.blocks)
     x = settings.data(4096).dense(generator_for(0, "by hand"))

@@ -4,9 +4,16 @@ beartype."""
 from jaxtyping import install_import_hook
 
 with install_import_hook("rankone", "beartype.beartype"):
-    import rankone
-    import rankone.cli
+    import importlib
+    import pkgutil
 
+    import rankone
+
+    for _found in pkgutil.walk_packages(rankone.__path__, "rankone."):
+        if not _found.name.endswith(("__main__", "fast.kernels")):  # numba compiles these as they are
+            importlib.import_module(_found.name)
+
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +23,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 
 assert rankone.__version__
+os.environ.setdefault("RANKONE_PROGRESS", "0")  # tests that want to see it ask for it
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +91,15 @@ SLOW = (
     "test_train.py::test_a_crashed_run_resumes_to_the_same_bits",
     "test_train.py::test_signals_save_and_stop",
     "test_train.py::test_training_makes_the_loss_smaller",
+    "test_tune.py::test_a_killed_workers_trial_is_taken_up_where_it_was",
+    "test_tune.py::test_a_model_of_ones_own",
+    "test_tune.py::test_a_signal_saves_and_the_same_command_goes_on",
+    "test_tune.py::test_a_trial_is_the_run_with_these_settings",
+    "test_tune.py::test_a_worker_elsewhere_is_dead_when_its_beat_stops",
+    "test_tune.py::test_on_the_command_line",
+    "test_tune.py::test_other_settings_in_the_same_place",
+    "test_tune.py::test_trials_are_those_of_the_study_and_more_go_on",
+    "test_tune.py::test_two_workers_share_the_work",
 )
 """Files, and single tests, that train, compile, kill or fuzz: `-m "not slow"` leaves them out."""
 

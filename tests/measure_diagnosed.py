@@ -16,15 +16,15 @@ from rankone.diagnose import diagnose
 from rankone.runs.run import load_run
 
 RUNS = (
-    "resid_mlp1-default-seed0-beta3-1e-07",
-    "resid_mlp1-default-seed0-beta3-1e-06",
-    "resid_mlp1-default-seed0",
-    "resid_mlp1-default-seed0-beta3-0.0001",
-    "resid_mlp1-default-seed0-beta3-0.001",
-    "resid_mlp2-default-seed0",
-    "tms_40-10-default-seed1",
-    "tms_40-10-id-default-seed1",
-    "tms_40-10-id-default-seed0-C-4x",
+    "resid_mlp1-tuned-seed0-beta3-1e-07",
+    "resid_mlp1-tuned-seed0-beta3-1e-06",
+    "resid_mlp1-tuned-seed0",
+    "resid_mlp1-tuned-seed0-beta3-0.0001",
+    "resid_mlp1-tuned-seed0-beta3-0.001",
+    "resid_mlp2-tuned-seed0",
+    "tms_40-10-tuned-seed1",
+    "tms_40-10-id-tuned-seed1",
+    "tms_40-10-id-tuned-seed0-C-4x",
 )
 
 

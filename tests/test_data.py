@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import rankone
 from rankone import RankoneError
 from rankone.data import WeightedBatch, batches, generator_for, seed_for, to_device
 
@@ -39,10 +40,6 @@ def test_a_shuffling_dataloader_is_reproducible_and_leaves_the_global_generator_
 def test_data_that_ends():
     with pytest.raises(RankoneError, match=r"data gave 2 batches and then no more.*not a generator"):
         take((torch.zeros(1) for _ in range(2)), 3)
-    with pytest.raises(
-        RankoneError, match=r"data is a tensor of shape \(100, 8\).*Pass \[tensor\].*DataLoader"
-    ):
-        take(torch.rand(100, 8), 1)
     with pytest.raises(RankoneError, match="data is empty"):
         take([], 1)
     with pytest.raises(RankoneError, match=r"data is a int; expected an iterable"):
@@ -73,3 +70,19 @@ def test_moving_keeps_the_form():
     assert isinstance(moved, WeightedBatch)
     assert moved.inputs["n"] == 3
     assert to_device((torch.ones(1), None), cpu)[1] is None
+
+
+def test_lists_of_a_tokenizer_and_single_logits_get_words():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1)).eval()
+    with pytest.raises(
+        RankoneError, match=r"entry 'input' is a list; expected a tensor.*return_tensors='pt'"
+    ):
+        rankone.decompose(model, [{"input": [[1, 2, 3, 4]]}], {"0": 2}, {"steps": 1})
+    with pytest.raises(RankoneError, match=r"KL divergence of a single logit is 0 whatever happens"):
+        rankone.decompose(model, [torch.rand(3, 4)], {"0": 2}, {"steps": 1, "divergence": "kl"})
+
+
+def test_double_precision_batches_get_words():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()
+    with pytest.raises(RankoneError, match=r"cannot be run on a batch of \(3, 4\) torch.float64.*types"):
+        rankone.decompose(model, [torch.rand(3, 4).double()], {"0": 2}, {"steps": 1})

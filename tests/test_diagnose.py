@@ -41,8 +41,8 @@ def made(tmp_path_factory):
         name,
         assignments,
     ) in changes.items():  # in processes of their own, where shapes are not checked at every call
-        words = [sys.executable, "-m", "rankone", "run", *assignments, "--out", str(folder / name)]
-        subprocess.run(words, check=True, capture_output=True)
+        words = [*assignments, "--preset", "tuned", "--out", str(folder / name)]
+        subprocess.run([sys.executable, "-m", "rankone", "run", *words], check=True, capture_output=True)
     return folder
 
 
@@ -102,18 +102,18 @@ HIGH, LOW = "importance coefficient too high", "importance coefficient too low"
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("resid_mlp1-default-seed0-beta3-1e-07", {LOW, "unconverged"}),
-        ("resid_mlp1-default-seed0-beta3-1e-06", {LOW, "unconverged"}),
-        ("resid_mlp1-default-seed0", set()),
-        ("resid_mlp1-default-seed0-beta3-0.0001", {HIGH, "unfaithful"}),
+        ("resid_mlp1-tuned-seed0-beta3-1e-07", {LOW, "unconverged"}),
+        ("resid_mlp1-tuned-seed0-beta3-1e-06", {LOW, "unconverged"}),
+        ("resid_mlp1-tuned-seed0", set()),
+        ("resid_mlp1-tuned-seed0-beta3-0.0001", {HIGH, "unfaithful"}),
         (
-            "resid_mlp1-default-seed0-beta3-0.001",
+            "resid_mlp1-tuned-seed0-beta3-0.001",
             {HIGH, "unfaithful", "masked model too far from the target"},
         ),
-        ("resid_mlp2-default-seed0", {"unfaithful"}),
-        ("tms_40-10-default-seed1", set()),
-        ("tms_40-10-id-default-seed1", set()),
-        ("tms_40-10-id-default-seed0-C-4x", set()),
+        ("resid_mlp2-tuned-seed0", {"unfaithful"}),
+        ("tms_40-10-tuned-seed1", set()),
+        ("tms_40-10-id-tuned-seed1", set()),
+        ("tms_40-10-id-tuned-seed0-C-4x", set()),
     ],
 )
 def test_large_runs_are_judged_rightly(name, expected):
@@ -123,7 +123,7 @@ def test_large_runs_are_judged_rightly(name, expected):
     identities = {layer: Identity(**values) for layer, values in stored.pop("identities").items()}
     found = {finding.name: finding for finding in findings(Numbers(**stored, identities=identities))}
     assert set(found) == expected
-    if name == "resid_mlp2-default-seed0":  # it starts from datapoints, which a warm-up would scramble
+    if name == "resid_mlp2-tuned-seed0":  # it starts from datapoints, which a warm-up would scramble
         assert "warmup" not in found["unfaithful"].do
 
 
@@ -141,7 +141,8 @@ def test_a_penalty_that_moves_is_not_taken_for_a_falling_loss():
 
 
 def test_an_unfinished_run_is_said_to_be_one(tmp_path, capsys):
-    config = experiment_config("tms_5-2", assignments=["steps=400", "checkpoint_every=100", "log_every=10"])
+    assignments = ["steps=400", "checkpoint_every=100", "log_every=10"]
+    config = experiment_config("tms_5-2", preset="tuned", assignments=assignments)
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path, observer=_stop_after(250))
     rankone_main(["diagnose", str(tmp_path)])
@@ -160,7 +161,8 @@ def _stop_after(step):
 
 
 def test_a_run_that_is_being_written_a_changed_config_and_a_damaged_checkpoint(tmp_path, capsys):
-    config = experiment_config("tms_5-2", assignments=["steps=200", "checkpoint_every=100", "log_every=10"])
+    assignments = ["steps=200", "checkpoint_every=100", "log_every=10"]
+    config = experiment_config("tms_5-2", preset="tuned", assignments=assignments)
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path, observer=_stop_after(150))
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -180,12 +182,12 @@ def test_a_run_that_is_being_written_a_changed_config_and_a_damaged_checkpoint(t
 
 
 def test_a_kept_run_is_told_from_a_whole_one(capsys):
-    kept = Path(__file__).parent.parent / "results" / "runs" / "tms_5-2-default-seed0"
+    kept = Path(__file__).parent.parent / "results" / "runs" / "tms_5-2-tuned-seed0"
     with pytest.raises(SystemExit):
         rankone_main(["diagnose", str(kept)])
     said = " ".join(capsys.readouterr().err.split())
     assert "holds the summary of a run but not its decomposition" in said
-    assert "Make the run itself with: rankone run tms_5-2 --preset default --seed 0" in said
+    assert "Make the run itself with: rankone run tms_5-2 --preset tuned --seed 0" in said
 
 
 def test_no_run_and_no_checkpoint_are_explained(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -231,7 +232,18 @@ def test_losses_and_gradients_of_the_papers_runs(name, engine):
     one is below.)"""
     errors = runs.disagreement(runs.make(name), engine)
     assert errors["loss"] < (1e-5 if engine == "fast" else 1e-6)
-    assert errors["gradient"] < (3e-4 if engine == "fast" else 5e-6)
+    # Where two points of an image are equal up to rounding, pooling chooses one or the other.
+    loose = engine == "fast" or name == "digits"
+    assert errors["gradient"] < (3e-4 if loose else 5e-6)
+
+
+def test_convolutions_in_double_precision():
+    def data(generator):
+        return torch.rand(16, 1, 8, 8, generator=generator).double()
+
+    run = runs.digits()
+    double = replace(run, model=run.model.double(), data=data, whole=data)
+    assert max(runs.disagreement(double, "exact").values()) < 1e-12
 
 
 @pytest.mark.parametrize("engine", ["fast", "exact"])

@@ -59,8 +59,8 @@ def test_interrupting_the_report_says_how_to_go_on(tmp_path, signum, code):
         "a",
     ]
     process = start(words, tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
+    assert process.stderr is not None
+    for line in process.stderr:
         if line.startswith("Drawing"):
             break
     os.kill(process.pid, signum)
@@ -104,10 +104,11 @@ def test_interrupting_says_how_to_go_on(tmp_path):
         [sys.executable, "-m", "rankone", "run", "a run", "--resume"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    seen = [process.stdout.readline() for _ in range(2)]
+    assert process.stderr is not None
+    seen = [process.stderr.readline() for _ in range(2)]
     process.kill()
     process.communicate()
     assert "Resuming from step-" in seen[1]

@@ -443,4 +443,4 @@ def test_a_finished_run_whose_files_were_changed_is_not_called_complete(tmp_path
         assert path.name in capsys.readouterr().err
         path.write_bytes(content)
     rankone_main(["run", str(tmp_path / "r"), "--resume"])
-    assert "already complete" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().err

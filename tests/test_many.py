@@ -17,6 +17,7 @@ from rankone.runs.many import ParallelRun, jobs_for, run_all, seed_runs
 from rankone.runs.run import cores
 
 SMALL = ("batch_size=64", "--steps", "12", "faithfulness_warmup.steps=0")
+LABEL = "tms_5-2-recipe-batchsize64-faithfulnesswarmup.steps0-steps12"
 
 
 def rankone(*words, cwd):
@@ -26,28 +27,28 @@ def rankone(*words, cwd):
 def test_seeds_are_the_runs_that_one_makes_alone(tmp_path):
     done = rankone("run", "tms_5-2", *SMALL, "--seed", "3", "--seeds", "2", "--jobs", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "seeds 3 to 4, 12 steps, 2 at a time, into runs" in done.stdout
+    assert "seeds 3 to 4, 12 steps, 2 at a time, into runs" in done.stderr
     assert re.search(r"Recovered 0 of 2 seeds \(95 % interval 0% to 66%\)", done.stdout)
     for seed in (3, 4):
-        assert f"seed {seed}: not recovered" in done.stdout
-        assert (tmp_path / f"runs/tms_5-2-default-seed{seed}/report.html").exists()
-    together = json.loads((tmp_path / "runs/tms_5-2-default-seeds3-4/seeds.json").read_text())
+        assert f"seed {seed}: not recovered" in done.stderr
+        assert (tmp_path / f"runs/{LABEL}-seed{seed}/report.html").exists()
+    together = json.loads((tmp_path / f"runs/{LABEL}-seeds3-4/seeds.json").read_text())
     assert [run["seed"] for run in together["runs"]] == [3, 4]
     alone = rankone("run", "tms_5-2", *SMALL, "--seed", "4", "--out", "alone", cwd=tmp_path)
     assert alone.returncode == 0
     for name in ("decomposition/components.safetensors", "metrics.jsonl"):
-        one, other = tmp_path / "alone" / name, tmp_path / "runs/tms_5-2-default-seed4" / name
+        one, other = tmp_path / "alone" / name, tmp_path / f"runs/{LABEL}-seed4" / name
         assert one.read_bytes() == other.read_bytes()
     # A second time: nothing is overwritten; --resume adds the seed that is missing and leaves the
     # others.
     again = rankone("run", "tms_5-2", *SMALL, "--seed", "3", "--seeds", "2", cwd=tmp_path)
     assert again.returncode == 1
     assert "already holds a run, which is complete" in again.stderr
-    before = (tmp_path / "runs/tms_5-2-default-seed3/summary.json").stat().st_mtime_ns
+    before = (tmp_path / f"runs/{LABEL}-seed3/summary.json").stat().st_mtime_ns
     more = rankone("run", "tms_5-2", *SMALL, "--seed", "3", "--seeds", "3", "--resume", cwd=tmp_path)
     assert more.returncode == 0, more.stderr
     assert "of 3 seeds" in more.stdout
-    assert (tmp_path / "runs/tms_5-2-default-seed3/summary.json").stat().st_mtime_ns == before
+    assert (tmp_path / f"runs/{LABEL}-seed3/summary.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
@@ -158,8 +159,8 @@ def test_how_many_at_a_time(monkeypatch):
 def test_how_many_seeds():
     config = experiment_config("tms_5-2", seed=7)
     assert [one.out.as_posix() for one in seed_runs(config, 2)] == [
-        "runs/tms_5-2-default-seed7",
-        "runs/tms_5-2-default-seed8",
+        "runs/tms_5-2-recipe-seed7",
+        "runs/tms_5-2-recipe-seed8",
     ]
     began = time.monotonic()
     for seeds in (0, 10**9):

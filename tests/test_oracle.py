@@ -5,7 +5,7 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -168,6 +168,7 @@ def assert_same(engine: dict[str, Tensor], literal: dict[str, Tensor], parameter
     engine=st.sampled_from([Step, FastStep]),
 )
 def test_losses_and_gradients(kinds, widths, Cs, lead, importance, init, divergence, S, p, seed, engine):
+    assume(divergence == "mse" or widths[len(kinds)] > 1)  # the KL of a single logit is refused
     torch.manual_seed(seed)
     vocabulary = 5
     chain, _ = build(kinds, widths, vocabulary)
@@ -207,7 +208,7 @@ def test_toy_model_of_superposition(tied, n_identity, merged, engine):
     with torch.no_grad():
         network.unembed.bias.copy_(torch.tensor([0.3, 0.2, 0.1, 0.4]))
     layers = {"embed": 5, "unembed": 5} | ({"hidden.*": 3} if n_identity else {})
-    model = DecomposedModel(network, layers, tied={"unembed": "embed"} if tied else None, seed=2)
+    model = DecomposedModel(network, layers, tied={"unembed": "embed"} if tied else {}, seed=2)
     scatter_gates(model, 3)
     assert ("unembed.U" in model.named_tensors()) is not tied
     x = torch.tensor(

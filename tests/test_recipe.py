@@ -81,7 +81,7 @@ def test_what_terms_weigh():
         "faithfulness": LOSSES["faithfulness"].model_validate({"coefficient": 5.0}),
     }
     balance = Balance({})
-    balance.set_everything([0.25, 0.75])
+    balance.set_everything([0.25, 0.75], alone=[1.0, 0.5])  # two layers that do 0.5 and 0.25, say
     values = {
         "stochastic_recon": torch.tensor(0.01),
         "importance_minimality": torch.tensor(4.0),
@@ -89,7 +89,7 @@ def test_what_terms_weigh():
     }
     weights = [float(w) for w in balance.weights(terms, values, 0.0)]
     pressed = 1 - (0.01 / 0.5) / GUARD
-    assert weights == pytest.approx([2.0 / 0.5, 0.3 * pressed / 4.0, 5.0])
+    assert weights == pytest.approx([2.0 / 0.5, 0.3 * (0.75 / 0.5) * pressed / 4.0, 5.0])
     values["stochastic_recon"] = torch.tensor(100.0)
     assert float(balance.weights(terms, values, 0.0)[1]) == 0.0, "nothing is pressed while nothing works"
 

@@ -26,7 +26,7 @@ RESULTS = ROOT / "results"
 
 def test_every_experiment_of_the_paper_is_planned_with_enough_seeds():
     assert set(EXPERIMENTS) == set(experiment_names())
-    planned = runs_for("all", None, "default", None)
+    planned = runs_for("all", None, "tuned", None)
     assert len(set(planned)) == len(planned)
     assert len({run.name for run in planned}) == len(planned)
     seeds = {name: len({r.seed for r in planned if r.experiment == name}) for name in EXPERIMENTS}
@@ -45,23 +45,26 @@ def test_every_experiment_of_the_paper_is_planned_with_enough_seeds():
     assert seeds == {
         name: 3 if name in ("tms_5-2", "tms_5-2-id", "resid_mlp1") else 1 for name in EXPERIMENTS
     }
-    assert len(runs_for("table1", None, "default", 2)) == 8
+    of_the_recipe = runs_for("all", None, "recipe", None)
+    seeds = {name: sum(r.experiment == name for r in of_the_recipe) for name in EXPERIMENTS}
+    assert seeds == dict(zip(EXPERIMENTS, (5, 5, 5, 5, 3, 3, 2), strict=True))
+    assert len(runs_for("table1", None, "tuned", 2)) == 8
     for figure in FIGURE_RUNS.values():
-        assert set(figure.of("default")) <= set(planned)
+        assert set(figure.of("tuned")) <= set(planned)
     assert set(figures.FIGURES) == set(FIGURE_RUNS), "every figure is planned and drawn"
     assert set(tables.TABLES) == set(plan.TABLE_RUNS), "every table is planned and made"
 
 
 def test_the_runs_of_varied_settings():
     right = RunSpec("resid_mlp1").config.losses["importance_minimality"].coefficient
-    betas = [run.config.losses["importance_minimality"].coefficient for run in plan.beta3_runs("default")]
+    betas = [run.config.losses["importance_minimality"].coefficient for run in plan.beta3_runs("tuned")]
     assert betas == pytest.approx([right / 100, right / 10, right, right * 10, right * 100])
-    sizes = [run.config.layers for run in plan.splitting_runs("default")]
+    sizes = [run.config.layers for run in plan.splitting_runs("tuned")]
     assert [s["hidden.0"] for s in sizes] == [20, 40, 80, 200, 400, 800]
     assert all(len(set(s.values())) == 1 for s in sizes)
-    command = plan.splitting_runs("default")[1].command
+    command = plan.splitting_runs("tuned")[1].command
     assert command == (
-        "rankone run tms_5-2-id --preset default --seed 0 "
+        "rankone run tms_5-2-id --preset tuned --seed 0 "
         "layers.embed=40 layers.hidden.0=40 layers.unembed=40 threads=1"
     )
 
@@ -121,7 +124,7 @@ def test_kept_runs_that_mean_something_else_today_are_left_out(short, tmp_path, 
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "table1", "--from", "reproduction"])
     shown = capsys.readouterr()
-    assert "Left out: tms_5-2-default-seed0 (batch_size was 64 and is now 4096)" in shown.out
+    assert "Left out: tms_5-2-tuned-seed0 (batch_size was 64 and is now 4096)" in shown.out
     assert "reproduction keeps no run that this could be made of" in shown.err
 
 
@@ -130,11 +133,11 @@ def test_from_nothing_to_a_table_and_again_without_training(short, capsys, monke
     rankone_main(["reproduce", "figure", "tms_5-2-id"])
     shown = capsys.readouterr().out
     assert "1 runs are needed, 0 are there." in shown
-    kept = tmp_path / "reproduction/runs/tms_5-2-id-default-seed0"
+    kept = tmp_path / "reproduction/runs/tms_5-2-id-tuned-seed0"
     assert set(RunDirectory.open(kept).names()) >= {"summary.json", "config.yaml", "figure_data.npz"}
-    assert (tmp_path / "reproduction/work/tms_5-2-id-default-seed0/checkpoints").is_dir()
+    assert (tmp_path / "reproduction/work/tms_5-2-id-tuned-seed0/checkpoints").is_dir()
     summary = json.loads((kept / "summary.json").read_text())
-    assert summary["command"] == "rankone run tms_5-2-id --preset default --seed 0 threads=1"
+    assert summary["command"] == "rankone run tms_5-2-id --preset tuned --seed 0 threads=1"
     drawn = {p.name for p in (tmp_path / "reproduction/figures").iterdir()}
     assert drawn == {
         "tms_5-2-id-columns-embed.svg",
@@ -149,7 +152,7 @@ def test_from_nothing_to_a_table_and_again_without_training(short, capsys, monke
     assert "2 runs are needed, 1 are there." in shown
     assert (kept / "summary.json").stat().st_mtime_ns == before
     row = next(line for line in shown.splitlines() if line.startswith("tms_5-2-id "))
-    assert row.split()[:3] == ["tms_5-2-id", "default", "2"]
+    assert row.split()[:3] == ["tms_5-2-id", "tuned", "2"]
     assert "0.992" in row
     # Another directory, from what is kept.
     rankone_main(["reproduce", "table1", "--from", "reproduction", "--out", "again"])
@@ -257,7 +260,7 @@ def test_what_the_tables_say(tmp_path):
     )
     kept_by_hand(tmp_path, RunSpec("resid_mlp1", seed=0), details={"neuron_contributions": match})
     kept_by_hand(tmp_path, RunSpec("resid_mlp1", seed=1), details={"neuron_contributions": other})
-    usual, twice, _ = plan.splitting_runs("default")[:3]
+    usual, twice, _ = plan.splitting_runs("tuned")[:3]
     kept_by_hand(tmp_path, usual, mmcs=1.0, ml2r=1.0)
     kept_by_hand(
         tmp_path, twice, alive={"embed": 6, "hidden.0": 2, "unembed": 5}, errors=1, mmcs=1.0, ml2r=1.0
@@ -266,27 +269,27 @@ def test_what_the_tables_say(tmp_path):
     made = make("all", None, PRESETS, kept_runs(tmp_path), out)
     rows = {table.title.split(":")[0]: [tuple(row) for row in table.rows] for table in made.tables}
     assert rows["Table 1"][:2] == [
-        ("tms_5-2", "default", "2", "0.950 ± 0.071", "1.000 ± 0.000", "1.000 ± 0.014", "0.993 ± 0.002"),
+        ("tms_5-2", "tuned", "2", "0.950 ± 0.071", "1.000 ± 0.000", "1.000 ± 0.014", "0.993 ± 0.002"),
         ("tms_5-2", "paper", "1", "1.000", "1.000 ± 0.000", "1.000", "0.993 ± 0.002"),
     ]
     assert rows["Recovery"][:2] == [
-        ("tms_5-2", "default", "10,000", "1 of 2 (9% to 91%)", "1 (7)", "0.4%", *["-"] * 4, "2.0"),
+        ("tms_5-2", "tuned", "10,000", "1 of 2 (9% to 91%)", "1 (7)", "0.4%", *["-"] * 4, "2.0"),
         ("tms_5-2", "paper", "40,000", "1 of 1 (21% to 100%)", "none", "20.0%", *["-"] * 4, "1.5"),
     ]
     assert rows["Neuron contributions"] == [
-        ("resid_mlp1", "default", "2", "0.9999 ± 0.0000", "1.022 ± 0.014", "0.006 ± 0.000", "0.500 ± 0.000")
+        ("resid_mlp1", "tuned", "2", "0.9999 ± 0.0000", "1.022 ± 0.014", "0.006 ± 0.000", "0.500 ± 0.000")
     ]
     assert rows["Feature splitting"] == [
-        ("tms_5-2-id", "default", "20", "embed 5, hidden.0 2, unembed 5", "5, 2, 5", "yes"),
-        ("tms_5-2-id", "default", "40", "embed 6, hidden.0 2, unembed 5", "5, 2, 5", "no"),
+        ("tms_5-2-id", "tuned", "20", "embed 5, hidden.0 2, unembed 5", "5, 2, 5", "yes"),
+        ("tms_5-2-id", "tuned", "40", "embed 6, hidden.0 2, unembed 5", "5, 2, 5", "no"),
     ]
-    assert rows["Subcomponents"][0] == ("tms_5-2", "default", "2", "embed 5 to 7, unembed 5", "5, 5")
+    assert rows["Subcomponents"][0] == ("tms_5-2", "tuned", "2", "embed 5 to 7, unembed 5", "5, 5")
     # The varied run counts as no seed of the experiment; what cannot be drawn is named with what it
     # lacks.
     assert [row[:4] for row in rows["Recovery"] if row[0] == "tms_5-2-id"] == [
-        ("tms_5-2-id", "default", "10,000", "1 of 1 (21% to 100%)")
+        ("tms_5-2-id", "tuned", "10,000", "1 of 1 (21% to 100%)")
     ]
-    assert made.undrawn["splitting"][0] == "tms_5-2-id-default-seed0-C-4x"
+    assert made.undrawn["splitting"][0] == "tms_5-2-id-tuned-seed0-C-4x"
     assert made.undrawn["tms_5-2-paper"] == ["tms_5-2-paper-seed0"]
     # With the paper's settings, other coefficients and other C are looked for only if they are
     # asked for.
@@ -325,10 +328,10 @@ def test_copies_and_damaged_folders_are_left_out(tmp_path, capsys):
     for seed in range(2):
         kept_by_hand(tmp_path, RunSpec("tms_5-2", seed=seed), mmcs=1.0, ml2r=1.0)
     runs = tmp_path / "runs"
-    first = runs / "tms_5-2-default-seed0"
-    usual, twice, _ = (run.name for run in plan.splitting_runs("default")[:3])
+    first = runs / "tms_5-2-tuned-seed0"
+    usual, twice, _ = (run.name for run in plan.splitting_runs("tuned")[:3])
     # Two of these names are known for what is special about their runs.
-    copies = ("copy", "tms_5-2-default-seed2", usual, twice)
+    copies = ("copy", "tms_5-2-tuned-seed2", usual, twice)
     for name in copies:
         shutil.copytree(first, runs / name)
     for name, summary in {"null": "null", "cut": '{"experiment": "tms', "list": "[1]"}.items():
@@ -347,9 +350,7 @@ def test_copies_and_damaged_folders_are_left_out(tmp_path, capsys):
         assert f"{name}/summary.json is not the summary of a run" in shown
     assert "cut/summary.json is not valid JSON" in shown
     assert "edited/summary.json was changed after rankone wrote it" in shown
-    assert (
-        "Left out: tms_5-2-default-seed3 (its summary.json is of seed 4, its config.yaml of seed 3)" in shown
-    )
+    assert "Left out: tms_5-2-tuned-seed3 (its summary.json is of seed 4, its config.yaml of seed 3)" in shown
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "recovery", "--from", str(tmp_path), "--preset", "paper"])
     assert "keeps no run of the preset paper that this could be made of" in capsys.readouterr().err
@@ -358,7 +359,7 @@ def test_copies_and_damaged_folders_are_left_out(tmp_path, capsys):
 def test_a_damaged_config_is_made_again(short, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rankone_main(["reproduce", "figure", "importances-tms_5-2"])
-    config = tmp_path / "reproduction/runs/tms_5-2-default-seed0/config.yaml"
+    config = tmp_path / "reproduction/runs/tms_5-2-tuned-seed0/config.yaml"
     good = config.read_text()
     config.write_text("")
     rankone_main(["reproduce", "figure", "importances-tms_5-2"])
@@ -370,7 +371,7 @@ def test_a_damaged_config_is_made_again(short, tmp_path, monkeypatch, capsys):
 def test_figure_data_that_cannot_be_read_counts_as_missing(short, content, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rankone_main(["reproduce", "figure", "importances-tms_5-2"])
-    data = tmp_path / "reproduction/runs/tms_5-2-default-seed0/figure_data.npz"
+    data = tmp_path / "reproduction/runs/tms_5-2-tuned-seed0/figure_data.npz"
     good = data.read_bytes()
     if isinstance(content, bytes):
         data.write_bytes(content)
@@ -378,7 +379,7 @@ def test_figure_data_that_cannot_be_read_counts_as_missing(short, content, tmp_p
         np.savez(data, something=np.zeros(3))
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "figure", "importances-tms_5-2", "--from", "reproduction"])
-    assert "These runs are missing: tms_5-2-default-seed0" in capsys.readouterr().out
+    assert "These runs are missing: tms_5-2-tuned-seed0" in capsys.readouterr().out
     rankone_main(["reproduce", "figure", "importances-tms_5-2"])
     assert data.read_bytes() == good
 
@@ -386,21 +387,21 @@ def test_figure_data_that_cannot_be_read_counts_as_missing(short, content, tmp_p
 def test_a_run_that_cannot_be_kept_does_not_stop_the_others(short, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rankone_main(["reproduce", "figure", "importances-tms_5-2"])
-    shutil.rmtree("reproduction/runs/tms_5-2-default-seed0")
-    shutil.rmtree("reproduction/work/tms_5-2-default-seed0/decomposition")
+    shutil.rmtree("reproduction/runs/tms_5-2-tuned-seed0")
+    shutil.rmtree("reproduction/work/tms_5-2-tuned-seed0/decomposition")
     monkeypatch.setattr(plan, "TMS", ("tms_5-2",))
     with pytest.raises(SystemExit) as stop:
         rankone_main(["reproduce", "table1", "--seeds", "2"])
     assert stop.value.code == 1
     shown = capsys.readouterr()
     assert "2 runs are needed, 0 are there." in shown.out
-    assert "tms_5-2-default-seed0: failed" in shown.err
+    assert "tms_5-2-tuned-seed0: failed" in shown.err
     assert "holds the summary of a run but not its decomposition. Make the run again." in " ".join(
         shown.err.split()
     )
-    assert not (tmp_path / "reproduction/runs/tms_5-2-default-seed0").exists()
-    assert (tmp_path / "reproduction/runs/tms_5-2-default-seed1/summary.json").is_file()
-    shutil.rmtree("reproduction/work/tms_5-2-default-seed0")
+    assert not (tmp_path / "reproduction/runs/tms_5-2-tuned-seed0").exists()
+    assert (tmp_path / "reproduction/runs/tms_5-2-tuned-seed1/summary.json").is_file()
+    shutil.rmtree("reproduction/work/tms_5-2-tuned-seed0")
     rankone_main(["reproduce", "table1", "--seeds", "2"])
     assert "2 runs are needed, 1 are there." in capsys.readouterr().out
 
@@ -420,7 +421,7 @@ def test_an_interrupted_reproduction_goes_on_where_it_stopped(tmp_path):
         "--out",
         str(tmp_path / "out"),
     ]
-    begun = tmp_path / "out/work/tms_5-2-default-seed0/checkpoints"
+    begun = tmp_path / "out/work/tms_5-2-tuned-seed0/checkpoints"
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not list(begun.glob("*")) and process.poll() is None:
         time.sleep(0.05)
@@ -428,12 +429,11 @@ def test_an_interrupted_reproduction_goes_on_where_it_stopped(tmp_path):
     _, shown = process.communicate(timeout=120)
     assert process.returncode == 130, shown
     assert "Interrupted; everything is saved. Go on with the same command." in shown
-    assert not (tmp_path / "out/runs/tms_5-2-default-seed0").exists()
+    assert not (tmp_path / "out/runs/tms_5-2-tuned-seed0").exists()
     again = subprocess.run(words, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert (
-        json.loads((tmp_path / "out/runs/tms_5-2-default-seed0/summary.json").read_text())["recovered"]
-        is True
+        json.loads((tmp_path / "out/runs/tms_5-2-tuned-seed0/summary.json").read_text())["recovered"] is True
     )
     assert (tmp_path / "out/figures/tms_5-2-columns-embed.svg").is_file()
 
@@ -448,7 +448,7 @@ def test_a_run_begun_with_other_settings_is_noticed_before_anything_runs(
     with pytest.raises(SystemExit):
         rankone_main(["reproduce", "table1", "--seeds", "1"])
     error = " ".join(capsys.readouterr().err.split())
-    assert "1 of the runs in reproduction were started with other settings: tms_5-2-id-default-seed0" in error
+    assert "1 of the runs in reproduction were started with other settings: tms_5-2-id-tuned-seed0" in error
     assert "steps was 13 and is now 12" in error
     assert list((tmp_path / "reproduction/work").iterdir()) == [begun.path]
 
@@ -456,8 +456,8 @@ def test_a_run_begun_with_other_settings_is_noticed_before_anything_runs(
 def test_figure_data_that_is_missing_is_made_from_the_finished_run(short, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rankone_main(["reproduce", "figure", "importances-tms_5-2"])
-    data = tmp_path / "reproduction/runs/tms_5-2-default-seed0/figure_data.npz"
-    metrics = tmp_path / "reproduction/work/tms_5-2-default-seed0/metrics.jsonl"
+    data = tmp_path / "reproduction/runs/tms_5-2-tuned-seed0/figure_data.npz"
+    metrics = tmp_path / "reproduction/work/tms_5-2-tuned-seed0/metrics.jsonl"
     trained = metrics.stat().st_mtime_ns
     data.unlink()
     rankone_main(["reproduce", "figure", "importances-tms_5-2"])

@@ -17,9 +17,10 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from rankone.config import over_recipe
 from rankone.errors import CheckpointError, ConfigError, RankoneError
 from rankone.files import RunDirectory
-from rankone.report.plots import to_svg
+from rankone.report.canvas import to_svg
 from rankone.runs import run as run_module
 from rankone.runs.config import (
     RunConfig,
@@ -147,7 +148,7 @@ class Pair(nn.Module):
 
 EXPERIMENT = """
 title: A network of my own
-default:
+recipe:
   target: {kind: pair, width: 3}
   layers: {layer: 4}
   output: answer
@@ -201,11 +202,32 @@ def test_a_family_of_ones_own_runs_from_yaml_to_its_summary(pair, tmp_path):
     assert loaded.finished() == summary
     # The file that the run wrote repeats it.
     again = experiment_config(str(tmp_path / "out/config.yaml"))
-    assert (again.preset, real_differences(again, config)) == ("default", [])
+    assert (again.preset, real_differences(again, config)) == ("recipe", [])
+
+
+def test_without_a_paper_settings_are_laid_over_the_recipe(pair, tmp_path):
+    file = tmp_path / "my_experiments/mine.yaml"
+    file.write_text(EXPERIMENT + "  losses: {importance_minimality: {coefficient: 0.03}}\n", encoding="utf-8")
+    values = experiment_config("mine").model_dump(mode="json")
+    changed = {"steps": 6, "log_every": 2, "losses": {"importance_minimality": {"coefficient": 0.03}}}
+    expected = over_recipe(changed).model_dump(mode="json")
+    assert {key: values[key] for key in expected} == expected
+    assert values["differs_from_paper"] == []
+
+
+def test_a_paper_need_not_have_a_tuned_preset(pair, tmp_path):
+    file = tmp_path / "my_experiments/mine.yaml"
+    file.write_text(EXPERIMENT.replace("recipe:", "paper:"), encoding="utf-8")
+    assert experiment_file("mine").presets == ("recipe", "paper")
+    assert experiment_config("mine", preset="paper").steps == 6
+    config = experiment_config("mine")
+    assert (config.steps, config.batch_size, config.output) == (over_recipe({}).steps, 8, "answer")
+    with pytest.raises(ConfigError, match="mine has no preset 'tuned': it has 'recipe', 'paper'"):
+        experiment_config("mine", preset="tuned")
 
 
 def test_without_a_paper_there_is_no_paper_preset(pair):
-    with pytest.raises(ConfigError, match="mine has no preset 'paper': its only one is 'default'"):
+    with pytest.raises(ConfigError, match="mine has no preset 'paper': its only one is 'recipe'"):
         experiment_config("mine", preset="paper")
 
 
@@ -219,9 +241,17 @@ def test_output_is_what_the_family_says_unless_the_settings_say_otherwise(pair, 
 
 def test_experiment_files_that_make_no_sense(pair, tmp_path):
     file = tmp_path / "my_experiments/mine.yaml"
-    file.write_text("title: x\ndefault: []\n")
-    with pytest.raises(ConfigError, match=r"without it a mapping of settings"):
-        experiment_config("mine")
+    for text, message in (
+        ("title: x\n", "expected either `recipe`, .* or `paper`, .*; got neither"),
+        ("title: x\nrecipe: {}\npaper: {}\n", "; got both"),
+        ("title: x\nrecipe: {}\ntuned: []\n", "`tuned` is a list of changes to `paper`, which is not there"),
+        ("title: x\nrecipe: []\n", "recipe: .*dictionary"),
+        ("title: x\nrecipe: {steps: 5}\n", r"target: Field required"),
+        ("title: x\ndefault: {steps: 5}\n", "default: unknown setting"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            experiment_config("mine")
     with pytest.raises(ConfigError, match="my_experiments holds an experiment 'mine', and there is one"):
         register_experiments("my_experiments")
 
@@ -238,7 +268,7 @@ def test_omp_num_threads_is_respected_and_said(tmp_path, monkeypatch):
     assert torch.get_num_threads() == summary.threads == 1
     stored = load_run(tmp_path / "run").config
     assert stored.threads == 1
-    assert experiment_config(str(tmp_path / "run/config.yaml")).preset == "default"  # it says what it changed
+    assert experiment_config(str(tmp_path / "run/config.yaml")).preset == "recipe"  # it says what it changed
 
 
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, monkeypatch):

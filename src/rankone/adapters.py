@@ -7,7 +7,7 @@ looks at a module's type. docs/extending.md shows an adapter for a layer type of
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +48,10 @@ class Adapter(ABC):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
+    def input(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activation:
+        """What the module is called with, as one activation: `read` is given it."""
+        return only_input(name, args, kwargs)
+
     @abstractmethod
     def matrix(self) -> Float[Tensor, "d_out d_in"]:
         """The module's weight as a matrix that maps inputs to outputs."""
@@ -74,11 +78,43 @@ class Adapter(ABC):
 
     def vectors(self, x: Activation) -> Float[Tensor, "*lead d_in"]:
         """The module's input x as the vectors a that its matrix multiplies."""
-        return dense(x)
+        W = self.matrix()
+        return self.read(x, torch.eye(W.shape[1], dtype=W.dtype, device=W.device))
 
     def refusal(self) -> str | None:
         """Why this particular module cannot be decomposed, or None when it can."""
         return None
+
+
+def only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activation:
+    """The one tensor that a layer is called with."""
+    given = [*args, *kwargs.values()]
+    if len(given) != 1 or not isinstance(given[0], Tensor | Structured):
+        kinds = ", ".join(type(g).__name__ for g in given) or "nothing"
+        raise LayerError(
+            f"Layer {name!r} is called with ({kinds}); rankone decomposes layers that take one tensor."
+        )
+    return given[0]
+
+
+class BiasedAdapter(Adapter):
+    """An adapter that knows its bias apart from its matrix, so that the bias can be decomposed too."""
+
+    @abstractmethod
+    def combine(self, z: Float[Tensor, "*lead C"], U: Float[Tensor, "d_out C"]) -> Tensor:
+        """U z, in the form of the module's output."""
+
+    @abstractmethod
+    def bias(self) -> Float[Tensor, " d_out"] | None:
+        """What the module adds to its matrix's product."""
+
+    def with_bias(self, output: Tensor) -> Tensor:
+        """The output of `combine`, and the bias."""
+        bias = self.bias()
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def write(self, z: Float[Tensor, "*lead C"], U: Float[Tensor, "d_out C"]) -> Activation:
+        return self.with_bias(self.combine(z, U))
 
 
 _BY_TYPE: dict[type[nn.Module], type[Adapter]] = {}
@@ -105,27 +141,46 @@ def register_adapter(module_type: type[nn.Module] | str) -> Callable[[A], A]:
     return register
 
 
+def _adapter_type(module: nn.Module) -> type[Adapter] | None:
+    for cls in type(module).__mro__:
+        found = _BY_TYPE.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return found
+    return None
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether there is an adapter for a module's type."""
+    return _adapter_type(module) is not None
+
+
 def adapter_for(module: nn.Module, name: str) -> Adapter:
     """The adapter of a module, by the nearest registered class among its ancestors."""
-    for cls in type(module).__mro__:
-        adapter_type = _BY_TYPE.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
-        if adapter_type is None:
-            continue
+    adapter_type = _adapter_type(module)
+    if adapter_type is not None:
         adapter = adapter_type(module)
         reason = adapter.refusal()
         if reason is not None:
             raise LayerError(f"Layer {name!r} ({type(module).__name__}) cannot be decomposed: {reason}")
         return adapter
-    known = ", ".join(sorted([t.__name__ for t in _BY_TYPE] + [n.rsplit(".", 1)[-1] for n in _BY_NAME]))
+    plain = [f"{name}.{n}" for n, p in module.named_parameters(recurse=False) if p.dim() == 2]
+    hint = (
+        f" If its parameter {plain[0]!r} is used as a matrix, declare it in matrices.parameters."
+        if plain
+        else ""
+    )
+    types = [t.__name__ for t in _BY_TYPE if not t.__module__.startswith("rankone.")]
+    known = ", ".join(sorted([*types, *(n.rsplit(".", 1)[-1] for n in _BY_NAME)]))
     raise LayerError(
         f"Layer {name!r} is a {type(module).__name__}, which rankone does not know how to "
         "decompose. It knows: "
-        f"{known}. For another type, write an Adapter and register it with rankone.register_adapter."
+        f"{known}, attention and recurrent layers (docs/layers.md). For another type, write an Adapter and "
+        f"register it with rankone.register_adapter.{hint}"
     )
 
 
 @register_adapter(nn.Linear)
-class LinearAdapter(Adapter):
+class LinearAdapter(BiasedAdapter):
     """`nn.Linear`: y = W x + b."""
 
     module: nn.Linear
@@ -136,12 +191,14 @@ class LinearAdapter(Adapter):
     def read(self, x: Activation, V: Tensor) -> Tensor:
         return F.linear(x, V)  # pyright: ignore[reportArgumentType] (a structured activation knows F.linear)
 
-    def write(self, z: Tensor, U: Tensor) -> Activation:
-        return self.with_bias(F.linear(z, U))
+    def vectors(self, x: Activation) -> Tensor:
+        return dense(x)
 
-    def with_bias(self, output: Tensor) -> Tensor:
-        bias = self.module.bias
-        return output if bias is None else output + bias.to(output.dtype)
+    def combine(self, z: Tensor, U: Tensor) -> Tensor:
+        return F.linear(z, U)
+
+    def bias(self) -> Tensor | None:
+        return self.module.bias
 
 
 @register_adapter("transformers.pytorch_utils.Conv1D")

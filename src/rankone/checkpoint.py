@@ -2,7 +2,9 @@
 
 A checkpoint is parameters, the optimiser's moments and a step number; everything random is a
 function of the step. A run resumes only as itself: same target, layers, settings, data and kernels,
-or it is refused by name.
+or it is refused by name. Two things are allowed besides: a complete run may be lengthened (more
+`steps`; it then goes on in the schedule of the longer run), and a new run may start from the
+parameters of an earlier one.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from rankone.config import DecompositionConfig
 from rankone.errors import CheckpointError
-from rankone.files import RunDirectory, sealed_bytes
+from rankone.files import RunDirectory, load_sealed, sealed_bytes
 from rankone.model import DecomposedModel
 from rankone.settings import differences, validated
 
@@ -53,6 +55,58 @@ def load_parameters(model: DecomposedModel, tensors: Mapping[str, Tensor]) -> No
             tensor.copy_(tensors[f"parameter/{name}"])
 
 
+def earlier_parameters(directory: RunDirectory, artifact: str, target: str) -> dict[str, Tensor]:
+    """The parameters of an earlier run of the same network, finished or not, to start another from.
+
+    `artifact` names the sealed file of a finished one, `target` is the network's fingerprint.
+    """
+    finished = directory.sub(artifact)
+    if finished.is_file():
+        tensors, info = load_sealed(finished)
+        made_from = info["target"]["sha256"]
+    elif checkpoint_names(directory):
+        tensors, info = load_newest(directory)
+        tensors = {k.removeprefix("parameter/"): t for k, t in tensors.items() if k.startswith("parameter/")}
+        made_from = info["target"]
+    else:
+        raise CheckpointError(f"{directory.path} has nothing to start from: no checkpoint, no decomposition.")
+    if made_from != target:
+        raise CheckpointError(
+            f"{directory.path} is a run of another network (its weights differ), so nothing can start from it."
+        )
+    return tensors
+
+
+def load_earlier(model: DecomposedModel, earlier: Mapping[str, Tensor]) -> None:
+    """Set what an earlier decomposition knows of this model's layers: factors, and importance functions
+    of the same shape. Layers that it does not know stay as they are."""
+    named = model.named_tensors()
+    found = False
+    with torch.no_grad():
+        for name, layer in model.layers.items():
+            factors = [key for key in (f"{name}.U", f"{name}.V") if key in named]
+            known = [key for key in factors if key in earlier]
+            for key in known:
+                if earlier[key].shape != named[key].shape:
+                    raise CheckpointError(
+                        f"start_from has {key} of shape {tuple(earlier[key].shape)}, and layer {name!r} with "
+                        f"C = {layer.C} needs {tuple(named[key].shape)}. Choose the same C as before."
+                    )
+            found = found or bool(known)
+        if not found:
+            raise CheckpointError(
+                f"start_from has none of the layers {', '.join(model.layers)}: there is nothing to start from."
+            )
+        for key, tensor in named.items():
+            if key in earlier and earlier[key].shape == tensor.shape:
+                tensor.copy_(earlier[key])
+
+
+def lengthens(meta: Mapping[str, Any], config: DecompositionConfig) -> bool:
+    """Whether a run that had come to its end goes on to a later one."""
+    return meta["step"] == meta["config"]["steps"] < config.steps
+
+
 def refuse_other_layers(model: DecomposedModel, name: str, meta: Mapping[str, Any]) -> None:
     """Raise if a checkpoint was written for other layers than this model's, or another C."""
     layers = {layer_name: layer.C for layer_name, layer in model.layers.items()}
@@ -78,6 +132,8 @@ def refuse_other_run(
     # What older versions did not know has its default now; how a run is described does not matter.
     earlier = validated(type(config), meta["config"], source=name)
     before, now = (c.model_dump(mode="json", exclude=set(c.descriptive)) for c in (earlier, config))
+    if lengthens(meta, config):
+        before["steps"] = now["steps"]
     changed = differences(
         before | {key: meta[key] for key in ("divergence", "output")},
         now | {key: identity[key] for key in ("divergence", "output")},
@@ -86,7 +142,8 @@ def refuse_other_run(
         raise CheckpointError(
             f"{name} was written with other settings, so it cannot be resumed with these: "
             f"{'; '.join(changed)}. "
-            "Resume with the run's own settings, or start a new run in another directory."
+            "Resume with the run's own settings, or start a new run in another directory"
+            + (" (a run that is complete can be lengthened)." if before["steps"] < now["steps"] else ".")
         )
     other = meta["first_batch"] != identity["first_batch"]
     if other or identity["last_batch"] not in (None, meta["last_batch"]):
@@ -107,7 +164,8 @@ def _with(kernels: str | None) -> str:
 
 
 def described(thing: Any) -> Any:
-    """A function by its name, anything else as it is: enough to notice when a run resumes with another."""
-    if not callable(thing):
-        return thing
-    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    """A function by its name, anything else as it is: enough to notice when a run resumes with another.
+
+    Without its module: the same function may be `__main__`'s today and imported tomorrow.
+    """
+    return getattr(thing, "__qualname__", type(thing).__qualname__) if callable(thing) else thing

@@ -2,86 +2,69 @@
 
 Settings are put together in runs/, work is done by watch.py and shown by console.py; a command here only says
 which. `main` turns every expected failure into one readable message and an exit code; anything else
-is a bug and keeps its traceback.
+is a bug and keeps its traceback. torch is imported by the commands that need it, so that `--help`
+and mistakes in typing are answered at once.
 """
 
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from json import dumps as to_json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 from cyclopts import App, CycloptsError, Parameter
 
-from rankone import __version__, console, watch
-from rankone.collection import bench, split
-from rankone.compare import compare as match_subcomponents
-from rankone.diagnose import diagnose as find_faults
+from rankone import terminal
+from rankone.config_commands import config_app
 from rankone.errors import ConfigError
-from rankone.evaluate import attack_ladder
-from rankone.files import RunDirectory, load_sealed
-from rankone.paper.figures import make
-from rankone.paper.plan import runs_for
-from rankone.report.page import can_report, write_report
-from rankone.runs.config import (
-    PRESETS,
-    RunConfig,
-    experiment_config,
-    experiment_file,
-    experiment_names,
-    real_differences,
+from rankone.options import (
+    AnyPath,
+    AsJson,
+    Directory,
+    Experiment,
+    Jobs,
+    Model,
+    Override,
+    Preset,
+    Quiet,
+    Seed,
+    Shipped,
+    Steps,
+    assignments,
 )
-from rankone.runs.kept import kept_runs
-from rankone.runs.run import allowed_threads, evaluate_again, evaluate_run, load_run, read_config
-from rankone.settings import fields, to_yaml
-from rankone.targets import save_target, train_until_good, trainable
 
 app = App(
     name="rankone",
     help="Stochastic Parameter Decomposition: take a trained network's weight matrices apart into "
     "rank-one mechanisms.",
-    version=__version__,
+    version=lambda: version("rankone"),
 )
-config_app = App(name="config", help="Look at settings.")
+app.register_install_completion_command()
 app.command(config_app)
 
 
-def _path(type_: Any, tokens: Sequence[Any]) -> Path:
-    """A path that names something; an empty one would be the current directory."""
-    if not tokens[0].value:
-        raise ValueError("it is empty; name a file or a directory.")
-    return Path(tokens[0].value)
+@contextmanager
+def _with(model: str | None) -> Iterator[None]:
+    """Meanwhile, the network that the user named is at hand."""
+    if model is None:
+        yield
+        return
+    from rankone.targets.own import handing_over, made_by
 
-
-AnyPath = Annotated[Path, Parameter(converter=_path)]
-Experiment = Annotated[str, Parameter(help="A name from `rankone list`, or a config.yaml.")]
-Directory = Annotated[AnyPath, Parameter(help="A run directory.")]
-Preset = Annotated[
-    str | None, Parameter(help="`default`, or `paper` for the paper's settings to the letter.")
-]
-Seed = Annotated[int | None, Parameter(help="Decides initialisation, data and masks.")]
-Steps = Annotated[
-    int | None,
-    Parameter(help="Training steps; fewer than the experiment's own give a quick look, not a result."),
-]
-Jobs = Annotated[
-    int | None, Parameter(help="How many runs at a time; as many as there are cores for if not given.")
-]
-Override = Annotated[
-    str,
-    Parameter(
-        allow_leading_hyphen=True,
-        help="Any setting as key=value, for instance optimizer.lr=1e-3 (--optimizer.lr 1e-3 works too).",
-    ),
-]
+    with handing_over(made_by(model)):
+        yield
 
 
 @app.command(name="list")
 def list_experiments() -> None:
     """List every experiment: what a correct decomposition finds and how long it takes."""
+    from rankone import console
+    from rankone.runs.config import PRESETS, experiment_file, experiment_names
+
     experiments = {name: experiment_file(name) for name in experiment_names()}
     console.print_experiments(
         (name, file.recovers, *(file.takes.get(preset, "-") for preset in PRESETS))
@@ -91,7 +74,7 @@ def list_experiments() -> None:
 
 @app.command
 def run(
-    experiment: str,
+    experiment: Annotated[Shipped, Parameter(show_choices=False)],
     /,
     *settings: Override,
     preset: Preset = None,
@@ -101,42 +84,72 @@ def run(
     jobs: Jobs = None,
     steps: Steps = None,
     resume: bool = False,
+    start_from: AnyPath | None = None,
+    model: Model = None,
+    quiet: Quiet = False,
+    json: AsJson = False,
 ) -> None:
     """Decompose a network: train, evaluate, draw, report.
 
     Parameters
     ----------
     experiment
-        A name from `rankone list`, a config.yaml, or the directory of an earlier run (with --resume).
+        A name from `rankone list`; FILE.py:FUNCTION, a function of yours that returns a network, its data and
+        the layers to decompose; a config.yaml; or the directory of an earlier run (with --resume).
     out
         The run directory, which must be new, empty or an earlier run; runs/NAME-PRESET-seedN if not
-        given. With --seeds, the directory in which each seed gets its own.
+        given, with what was changed in its name. With --seeds, the directory in which each seed gets its
+        own.
     seeds
         Run this many seeds, from --seed on, several at a time, and summarise them together.
     resume
         Go on from the newest checkpoint in the run directory.
+    start_from
+        The directory of an earlier run on the same network: start from what it found, with the settings
+        of this one.
     """
-    directory = Path(experiment)
-    if directory.is_dir() and experiment not in experiment_names():
-        config, out = read_config(RunDirectory.open(directory)), out or directory
-        if not resume:
-            raise ConfigError(f"{directory} is a run directory. Add --resume to go on with it.")
-        if settings or (preset, seed, seeds, steps) != (None, None, None, None):
-            raise ConfigError(
-                f"{directory} is resumed with its own settings; leave out --preset, --seed, --seeds, "
-                "--steps and overrides."
-            )
-    else:
-        config = experiment_config(
-            experiment, preset=preset, seed=seed, steps=steps, assignments=assignments(settings)
+    from rankone import console, watch
+    from rankone.report.page import can_report
+    from rankone.runs.choose import chosen_run
+    from rankone.targets.own import named_by
+
+    if named_by(experiment):
+        if model is not None:
+            raise ConfigError(f"{experiment} names a network already; leave out --model.")
+        model = experiment
+    with _with(model):
+        changes = assignments(settings)
+        if start_from is not None:
+            changes.append(f"start_from={to_json(str(start_from))}")
+        config, out = chosen_run(
+            experiment,
+            out,
+            resume=resume,
+            seeds=seeds,
+            preset=preset,
+            seed=seed,
+            steps=steps,
+            assignments=changes,
         )
-    if seeds is not None:
-        raise SystemExit(not watch.run_seeds(config, out, seeds, jobs, resume))
-    if jobs is not None:
-        raise ConfigError("--jobs says how many seeds run at a time; it needs --seeds.")
-    out = out or Path("runs") / config.run_name
-    console.print_summary(watch.run_one(config, out, resume))
-    console.say(f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}")
+        if seeds is not None:
+            runs, numbers, complete = watch.run_seeds(config, out, seeds, jobs, resume, quiet=quiet)
+            if json:
+                terminal.write_text(numbers.read_text(encoding="utf-8"))
+            else:
+                console.print_seeds(runs)
+                terminal.say(f"Numbers: {numbers}; each seed's report is in its directory.")
+            raise SystemExit(not complete)
+        if jobs is not None:
+            raise ConfigError("--jobs says how many seeds run at a time; it needs --seeds.")
+        out = out or Path("runs") / config.run_name
+        summary = watch.run_one(config, out, resume, quiet=quiet)
+        if json:
+            terminal.write_text(to_json(summary.to_json(), indent=2) + "\n")
+            return
+        console.print_summary(summary)
+        terminal.say(f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}")
+        if summary.recovered is False:
+            terminal.say(f"What is wrong, and what to do: rankone diagnose {shlex.quote(str(out))}")
 
 
 @app.command
@@ -169,19 +182,27 @@ def reproduce(
     seeds
         Seeds of every experiment; if not given, 10 of the cheapest down to 1 of the most expensive.
     preset
-        Which runs to make: `default`, or `paper` for the paper's settings to the letter. If named, tables
-        and figures are of this preset only.
+        Which runs to make: `tuned` (if none is named), `paper` for the paper's settings to the letter, or
+        `recipe`. If named, tables and figures are of this preset only.
     out
         Where runs, tables and figures go; reproduction/ if not given, redrawn/ with --from.
     source
         Make everything from the runs that this directory keeps (results/ in the repository), without
         training.
     """
+    from rankone import console, watch
+    from rankone.files import RunDirectory
+    from rankone.paper.figures import make
+    from rankone.paper.plan import PRESET, runs_for
+    from rankone.report.page import can_report
+    from rankone.runs.config import PRESETS
+    from rankone.runs.kept import kept_runs
+
     if not can_report():
         raise ConfigError("Figures need matplotlib. Install it with: pip install 'rankone[report]'")
     if source is not None and (seeds, jobs) != (None, None):
         raise ConfigError("--from uses every run that is kept and makes none; leave out --seeds and --jobs.")
-    specs = runs_for(what, name, preset or "default", seeds)
+    specs = runs_for(what, name, preset or PRESET, seeds)
     out = out or Path("redrawn" if source else "reproduction")
     if source is not None and not kept_runs(source):
         raise ConfigError(f"{source} keeps no finished runs (runs/NAME with a summary.json).")
@@ -220,6 +241,9 @@ def benchmark(
     out
         Where results, benchmark.json and benchmark.html go; runs/benchmark if not given.
     """
+    from rankone import watch
+    from rankone.collection import bench, split
+
     if only is not None and half is not None:
         raise ConfigError("--only and --half both say which networks to run; leave one of them out.")
     # `--only a b steps=100`: what is a setting and no name.
@@ -232,27 +256,45 @@ def benchmark(
     watch.run_benchmark(method, split.chosen(names, half or "develop"), seeds, jobs, out)
 
 
-@config_app.command
-def show(
+@app.command
+def tune(
     experiment: Experiment,
     /,
     *settings: Override,
+    trials: int = 8,
     preset: Preset = None,
     seed: Seed = None,
     steps: Steps = None,
+    storage: str | None = None,
+    study: str | None = None,
+    out: AnyPath | None = None,
+    json: AsJson = False,
 ) -> None:
-    """Print the complete settings of an experiment as YAML, for a file to change and to run."""
-    config = experiment_config(
-        experiment, preset=preset, seed=seed, steps=steps, assignments=assignments(settings)
-    )
-    console.write_text(to_yaml(config))
+    """Find the trade-off between how few subcomponents are needed and what an attack can break.
 
+    The pressure on importances is varied, and one point of the curve recommended. The same command goes
+    on where it stopped; started several times at once, it shares the work.
 
-@config_app.command
-def explain(experiment: Experiment = "tms_5-2", /) -> None:
-    """Explain every setting: its dotted name, its value in an experiment, and what it does."""
-    values = experiment_config(experiment).model_dump(mode="json")
-    console.print_settings(fields(RunConfig, values))
+    Parameters
+    ----------
+    trials
+        Finished trials that the study should have, those of earlier commands and other workers included.
+    storage
+        URL of a database for workers on several machines (sqlite:///FILE, postgresql://..., mysql://...); a
+        journal in the output directory if not given.
+    study
+        Name of the study in the storage; NAME-PRESET-seedN if not given.
+    out
+        Where the curve, its figure and the trials go; runs/NAME-PRESET-seedN-tune if not given.
+    """
+    from rankone import watch
+    from rankone.runs.config import experiment_config
+
+    changes = assignments(settings)
+    config = experiment_config(experiment, preset=preset, seed=seed, steps=steps, assignments=changes)
+    words = [experiment, *(["--preset", preset] if preset else []), *changes]
+    words += [f"{key}={value}" for key, value in (("seed", seed), ("steps", steps)) if value is not None]
+    watch.run_tune(config, trials, out, storage, study, json, shlex.join(words))
 
 
 @app.command
@@ -266,6 +308,14 @@ def train_target(experiment: Experiment, /, *, seed: int | None = None, out: Any
     out
         Where to write it; targets/NAME-seedN.safetensors if not given.
     """
+    import torch
+
+    from rankone import console
+    from rankone.files import load_sealed
+    from rankone.runs.config import experiment_config
+    from rankone.runs.run import allowed_threads
+    from rankone.targets import save_target, train_until_good, trainable
+
     config = experiment_config(experiment)
     target = trainable(config.target)
     torch.set_num_threads(allowed_threads(config.threads))
@@ -280,33 +330,54 @@ def train_target(experiment: Experiment, /, *, seed: int | None = None, out: Any
             if path.exists():
                 load_sealed(path)  # only what is a file of ours is replaced
             sha = save_target(path, model, target, attempt)
-            console.say(
+            terminal.say(
                 f"Wrote {path}\nSHA-256 {sha}{', the same as the pinned target' * (sha == target.sha256)}"
             )
             if sha != target.sha256:
                 words = ["rankone", "run", experiment, f"target.weights={path}", f"target.sha256={sha}"]
-                console.say(f"Decompose it with: {shlex.join(words)}")
+                terminal.say(f"Decompose it with: {shlex.join(words)}")
 
 
 @app.command
-def evaluate(directory: Directory, /, *, attack: int | None = None) -> None:
+def evaluate(
+    directory: Directory, /, *, attack: int | None = None, model: Model = None, json: AsJson = False
+) -> None:
     """Evaluate a finished run again and print its numbers; summary.json is brought up to date.
+
+    A run of a network of your own is measured again if the network is named with --model; if not, the
+    numbers it has are printed.
 
     Parameters
     ----------
     attack
         Attack the decomposition with up to this many steps, and print how it degrades on the way.
     """
-    if attack is None:
-        console.print_summary(evaluate_again(directory))
-        return
-    loaded = load_run(directory)
-    data = loaded.config.target.data(loaded.config.batch_size)
-    console.print_ladder(attack_ladder(loaded.result, data, attack))
+    from rankone import console
+    from rankone.evaluate import attack_ladder
+    from rankone.runs.run import evaluate_again, load_run, stored_numbers
+
+    with _with(model):
+        if attack is not None:
+            result = load_run(directory).result
+            ladders = attack_ladder(result, result.data_or(None), attack)
+            if json:
+                terminal.write_text(to_json(ladders, indent=2) + "\n")
+            else:
+                console.print_ladder(ladders)
+            return
+        summary = stored_numbers(directory) if model is None else None
+        if summary is not None:
+            terminal.note("Not measured again: that needs the network. These are the numbers that it has.")
+        else:
+            summary = evaluate_again(directory)
+        if json:
+            terminal.write_text(to_json(summary.to_json(), indent=2) + "\n")
+        else:
+            console.print_summary(summary)
 
 
 @app.command
-def compare(a: Directory, b: Directory, /, *, json: bool = False) -> None:
+def compare(a: Directory, b: Directory, /, *, model: Model = None, json: AsJson = False) -> None:
     """Compare two runs on one network: which subcomponents are the same, and do importances agree?
 
     Parameters
@@ -316,75 +387,74 @@ def compare(a: Directory, b: Directory, /, *, json: bool = False) -> None:
     json
         Print everything, each matched pair of subcomponents included, as JSON.
     """
-    runs = [load_run(directory) for directory in (a, b)]
-    data = runs[0].config.target.data(runs[0].config.batch_size)
-    comparison = match_subcomponents(runs[0].result, runs[1].result, data)
+    from rankone import console
+    from rankone.compare import compare as match_subcomponents
+    from rankone.runs.config import real_differences
+    from rankone.runs.run import load_run
+
+    with _with(model):
+        runs = [load_run(directory) for directory in (a, b)]
+        comparison = match_subcomponents(runs[0].result, runs[1].result, runs[0].result.data_or(None))
     differing = real_differences(*(run.config for run in runs))
     versions = [run.summary.versions.get("rankone") if run.summary else None for run in runs]
     if json:
         found = {"a": str(a), "b": str(b), "differing": differing, "versions": versions}
-        console.write_text(to_json(found | comparison.to_dict(), indent=2) + "\n")
+        terminal.write_text(to_json(found | comparison.to_dict(), indent=2) + "\n")
     else:
         console.print_comparison(comparison, differing, versions)
 
 
 @app.command
-def diagnose(directory: Directory, /) -> None:
+def diagnose(directory: Directory, /, *, model: Model = None, json: AsJson = False) -> None:
     """Look for what is wrong with a run, finished or not, and say which setting to move and how."""
-    loaded = load_run(directory)
-    data = loaded.config.target.data(loaded.config.batch_size)
-    console.print_diagnosis(find_faults(loaded.result, data, steps_done=loaded.steps))
+    from dataclasses import asdict
+
+    from rankone import console
+    from rankone.runs.run import load_run
+
+    with _with(model):
+        found = load_run(directory).result.diagnose()
+    if json:
+        terminal.write_text(to_json(asdict(found), indent=2) + "\n")
+    else:
+        console.print_diagnosis(found)
 
 
 @app.command
-def report(directory: Directory, /) -> None:
+def report(directory: Directory, /, *, model: Model = None) -> None:
     """Draw the figures and write report.html of a finished run again."""
+    from rankone.report.page import can_report, write_report
+    from rankone.runs.run import evaluate_run, load_run
+
     if not can_report():
         raise ConfigError(
             "A report needs matplotlib and jinja2. Install them with: pip install 'rankone[report]'"
         )
-    loaded = load_run(directory)
-    summary = loaded.finished()
-    with loaded.directory.lock():
-        evaluation = evaluate_run(loaded.config, loaded.result)
-        path = write_report(loaded.directory, loaded.config, loaded.result, evaluation, summary)
-    console.say(f"Report: {path}")
-
-
-def assignments(tokens: Sequence[str]) -> list[str]:
-    """Overrides in any of the forms people type (`a.b=1`, `--a.b=1`, `--a.b 1`), as `a.b=1`."""
-    result: list[str] = []
-    rest = iter(tokens)
-    for token in rest:
-        key = token.removeprefix("--")
-        if "=" not in key and token.startswith("--"):
-            value = next(rest, None)
-            if value is None:
-                raise ConfigError(
-                    f"{token} has no value, or is no option of this command. "
-                    "Write key=value, for instance seed=1."
-                )
-            key = f"{key}={value}"
-        result.append(key)
-    return result
+    with _with(model):
+        loaded = load_run(directory)
+        summary = loaded.finished()
+        with loaded.directory.lock():
+            evaluation = evaluate_run(loaded.config, loaded.result)
+            path = write_report(loaded.directory, loaded.config, loaded.result, evaluation, summary)
+    terminal.say(f"Report: {path}")
 
 
 def main(words: list[str] | None = None) -> None:
     """Run the command line; every expected failure becomes one message and an exit code."""
-    console.prepare_streams()
+    terminal.prepare_streams()
     try:
         app(sys.argv[1:] if words is None else words, exit_on_error=False, print_error=False)
     except BrokenPipeError:  # the reader of standard output has gone, as in `| head -1`
-        console.silence()
-        code = console.READER_GONE
+        terminal.silence()
+        code = terminal.READER_GONE
     except KeyboardInterrupt:
-        console.note("Interrupted.")
+        terminal.note("Interrupted.")
         code = 128 + signal.SIGINT
     except Exception as error:
-        message = console.explanation(error)
+        message = terminal.explanation(error)
         if message is None:
             raise
-        console.fail(message)
+        terminal.fail(message)
         code = 2 if isinstance(error, CycloptsError) else 1
     else:
         return

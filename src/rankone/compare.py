@@ -14,10 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankone.data import Data, batches, row_weights, to_device
-from rankone.decomposition import Decomposition, LayerView
+from rankone.decomposition import Decomposition
 from rankone.errors import LayerError
 from rankone.files import fingerprint
 from rankone.metrics import IMPORTANT
+from rankone.views import LayerView
 
 SAME = 0.9
 """The cosine from which on two subcomponents count as the same."""

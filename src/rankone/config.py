@@ -14,6 +14,7 @@ from rankone.errors import ConfigError, near_matches, shown
 from rankone.importance import Option, check_importance
 from rankone.losses import DIVERGENCES, LOSSES, Loss
 from rankone.masks import MaskSettings
+from rankone.naming import Matrices
 from rankone.settings import ByName, Count, CountOrZero, Positive, Seed, Settings, validated
 
 LayerName = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -106,13 +107,18 @@ class DecompositionConfig(Settings):
     init: Annotated[str, AfterValidator(_known_init)] = "overlap"
     """Initialisation of U and V: `overlap` (the released code's), `kaiming`, or `datapoints` (what W
     does to single datapoints, no warm-up needed)."""
-    tied: dict[LayerName, LayerName] = {}
+    tied: dict[LayerName, LayerName] | None = None
     """layer: layer, for layers that share one set of subcomponents because their weights are equal or
-    each other's transpose."""
+    each other's transpose. null: those that share the memory of their weights, and C; {}: none."""
+    matrices: Matrices = Matrices()
+    """What cannot be seen of the network's matrices: fused layers, plain parameters, biases to decompose."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimiser and its schedule."""
     faithfulness_warmup: FaithfulnessWarmupSettings = FaithfulnessWarmupSettings()
     """The phase before training proper."""
+    consolidate_at: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(default=(), max_length=100)
+    """After which shares of training groups of subcomponents that are more than their rank needs are
+    replaced by as many as that (consolidate.py); none in the paper."""
     log_every: Count = 100
     """Steps between records in metrics.jsonl."""
     checkpoint_every: Count = 1000
@@ -136,14 +142,15 @@ RECIPE: dict[str, Any] = {
     "relative": True,
     "steps": 6000,
     "init": "datapoints",
+    "consolidate_at": [0.5],
     "losses": {
         "faithfulness": {"coefficient": 10.0},
         "stochastic_recon": {"coefficient": 1.0},
         "stochastic_recon_layerwise": {"coefficient": 1.0},
         "importance_recon": {"coefficient": 1.0},
         "importance_minimality": {
-            "coefficient_start": 0.3,
-            "coefficient": 0.03,
+            "coefficient_start": 0.2,
+            "coefficient": 0.015,
             "p_start": 2.0,
             "p": 1.0,
             "saturation": 50.0,
@@ -152,8 +159,8 @@ RECIPE: dict[str, Any] = {
             "relax_after": 0.65,
         },
     },
-    "masks": {"sigmoid": "straight_through", "delta": True},
-    "optimizer": {"lr": 2e-3, "schedule": "half_cosine"},
+    "masks": {"sigmoid": "straight_through", "delta": True, "at_zero": 0.4, "at_one": 0.4},
+    "optimizer": {"lr": 6e-3, "schedule": "half_cosine"},
 }
 """One recipe for any network, without units: what `decompose` uses where it is told nothing else.
 
@@ -165,8 +172,13 @@ docs/recipe.md has what it recovers and where it fails.
 
 def over_recipe(settings: Mapping[str, Any]) -> DecompositionConfig:
     """The recipe with these settings laid over it: mappings are merged, everything else replaces."""
-    laid = _merged(RECIPE, settings) if isinstance(settings, Mapping) else settings
+    laid = laid_over_recipe(settings) if isinstance(settings, Mapping) else settings
     return validated(DecompositionConfig, laid, source="config")
+
+
+def laid_over_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as plain values, of which some may be a run's: its target, its layers."""
+    return _merged(RECIPE, settings)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,53 +1,38 @@
-"""Everything that people read on a terminal: progress, summaries, tables, verdicts and errors.
+"""What people read of results: summaries, tables, verdicts, and several runs as they go.
 
-What a command finds out goes to standard output; errors and notes go to standard error. On a
-terminal progress is live; elsewhere a line is printed every few seconds. Names and texts come from
-files and from users, so nothing is read as markup, and characters that command a terminal are shown
-as a replacement character. What an encoding cannot write is replaced, so that an ASCII locale costs
-a few letters and not a run.
+terminal.py says how anything is written, progress.py shows one run.
 """
 
-import io
 import json
 import os
-import signal
-import sys
-import threading
 import time
-import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
-from typing import Any
 
-from cyclopts import CycloptsError
 from rich.console import Console
 from rich.live import Live
 from rich.padding import Padding
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 
+from rankone import progress
 from rankone.compare import SAME, Comparison
-from rankone.errors import RankoneError
+from rankone.describe import percent
 from rankone.fast.compiled import MissingKernels, kernels
 from rankone.findings import Diagnosis
 from rankone.measures import ATTACK_STEPS
 from rankone.metrics import wilson
-from rankone.metrics_log import Progress
 from rankone.paper.figures import Reproduction
 from rankone.paper.tables import Table as ResultTable
+from rankone.progress import pace
 from rankone.report.page import can_report
-from rankone.report.plots import LOSS_NAMES
-from rankone.runs.config import RunConfig
+from rankone.runs.config import PRESETS, RunConfig
 from rankone.runs.many import ParallelRun
 from rankone.runs.summary import Summary
+from rankone.terminal import Part, SafeConsole, errors, note, output, say, table, text
+from rankone.verdict import verdict
 
-SECONDS_BETWEEN_LINES = 10.0
-GETTING_READY = "Getting ready."
 MOST_LINES = 15
 """With more runs than this, only those that are running get a line."""
 VERDICTS = {
@@ -65,202 +50,15 @@ SHARES = {
     "deletion": "deletion",
 }
 """Which shares of removing everything are printed, and their words."""
-READER_GONE = 141
-"""The exit code when nobody reads standard output any more, as a shell reports SIGPIPE."""
-BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-
-Part = str | tuple[str, str]
-"""Text, or (text, style)."""
-
-
-class SafeConsole(Console):
-    """A console that reads no markup, and leaves a reader who has gone away to `main`."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, **options)
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-output = SafeConsole()
-errors = SafeConsole(stderr=True)
-
-
-def prepare_streams() -> None:
-    """Let no character that the locale cannot write stop a command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def silence() -> None:
-    """Write no more to standard output: its reader has gone, and Python would complain at its end."""
-    output.quiet = True
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # standard output is no file (a notebook, a test)
-        return
-
-
-def clean(value: object) -> str:
-    """Text without characters that command a terminal, change its direction, or cannot be written."""
-    return "".join(
-        c
-        if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and c not in BIDI_CONTROLS)
-        else "\ufffd"
-        for c in str(value)
-    )
-
-
-def text(*parts: Part) -> Text:
-    """Text from parts, each with or without a style."""
-    return Text.assemble(*(clean(p) if isinstance(p, str) else (clean(p[0]), p[1]) for p in parts))
-
-
-def say(*parts: Part) -> None:
-    """One line of what a command finds out, however long."""
-    output.print(text(*parts), soft_wrap=True)
-
-
-def note(*parts: Part) -> None:
-    """One line on standard error."""
-    errors.print(text(*parts), soft_wrap=True)
-
-
-def explanation(error: Exception) -> str | None:
-    """What to tell a user about an error; None for one that nobody expects."""
-    if isinstance(error, RankoneError | CycloptsError):
-        return str(error)
-    if isinstance(error, MemoryError) or any(
-        text in str(error) for text in ("not enough memory", "allocate memory")
-    ):
-        return (
-            "There is not enough memory for this. Make `batch_size`, the numbers of subcomponents in "
-            "`layers`, or the target smaller."
-        )
-    if isinstance(error, RecursionError):
-        return "Something here is nested too deeply to be read; look at the settings and overrides."
-    if isinstance(error, OSError):
-        where = f" {error.filename}" if error.filename else ""
-        return f"cannot read or write{where}: {error.strerror or error}"
-    return None
-
-
-def fail(message: str) -> None:
-    note(("error:", "bold red"), f" {message}")
-
-
-def write_text(content: str) -> None:
-    """Text for a file rather than for people: in UTF-8, whatever the locale."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="strict")
-    sys.stdout.write(content)
-    sys.stdout.flush()
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Part]], *, left: int = 1) -> Table:
-    """A table without lines, the first `left` columns to the left and all others to the right."""
-    result = Table(box=None, header_style="bold", pad_edge=False, show_header=any(head))
-    for i, heading in enumerate(head):
-        result.add_column(
-            text(heading), justify="left" if i < left else "right", overflow="fold", no_wrap=i == 0
-        )
-    for row in rows:
-        result.add_row(*(text(cell) for cell in row))
-    return result
-
-
-def duration(seconds: float) -> str:
-    """Seconds as m:ss, or h:mm:ss."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def pace(progress: Progress) -> str:
-    """How fast it goes and how long it will take.
-
-    The first step says nothing about that: it may have waited for kernels to be compiled.
-    """
-    if progress.step == 1:
-        return "the first step is done"
-    return f"{progress.ms_per_step:.1f} ms/step, {duration(progress.seconds_left)} left"
-
-
-class Terminated(BaseException):
-    """SIGTERM, as an exception."""
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
-
-
-class RunDisplay:
-    """Live progress of one run: a bar on a terminal, a line every few seconds elsewhere.
-
-    While it is shown, SIGTERM unwinds like Ctrl-C does, so that the terminal is left as it was;
-    training has a handler of its own.
-    """
-
-    def __init__(self, steps: int, console: Console | None = None) -> None:
-        self._console = console or output
-        # One line that is cut where the terminal ends: what must be seen comes first, the losses last.
-        column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        self._bar = Bar(
-            BarColumn(bar_width=8, table_column=Column(min_width=8)),
-            TextColumn("{task.fields[line]}", markup=False, table_column=column),
-            console=self._console,
-            expand=True,
-        )
-        self._task = self._bar.add_task("", total=steps, line=GETTING_READY)
-        self._last_line = -SECONDS_BETWEEN_LINES
-        self._handler: Any = None
-        self.reader_gone = False
-        """Whether nobody reads standard output any more."""
-
-    def __enter__(self) -> "RunDisplay":
-        if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, _terminate)
-        if self._console.is_terminal:
-            self._bar.start()
-        else:
-            self.say(GETTING_READY)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-
-    def say(self, message: str) -> None:
-        self._console.print(text(message), soft_wrap=True)
-
-    def __call__(self, progress: Progress) -> None:
-        losses, l0 = progress.record["loss"], progress.record["l0"]
-        numbers = "L0 " + "/".join(f"{value:.2f}" for value in l0.values()) + "  "
-        numbers += " ".join(f"{LOSS_NAMES.get(n, (n, n))[1]} {value:.1e}" for n, value in losses.items())
-        line = f"{progress.step}/{progress.steps}  {pace(progress)}  {numbers}"
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=progress.step, line=clean(line))
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or progress.step == progress.steps:
-            self._last_line = time.monotonic()
-            try:
-                self.say(f"step {line}")
-            except BrokenPipeError:  # `rankone run ... | head -1`: save what was trained, then stop
-                self.reader_gone = True
-                silence()
-                signal.raise_signal(signal.SIGTERM)
 
 
 class ParallelDisplay:
     """Live progress of several runs: a line for each."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or output
+        self._console = console or errors
         self._live = Live(console=self._console, refresh_per_second=4)
-        self._last_line = time.monotonic() - SECONDS_BETWEEN_LINES
+        self._last_line = time.monotonic() - progress.SECONDS_BETWEEN_LINES
         self._reported: set[str] = set()
 
     def __enter__(self) -> "ParallelDisplay":
@@ -280,7 +78,7 @@ class ParallelDisplay:
                 self._reported.add(run.label)
                 self._console.print(text(f"{run.label}: ", _state(run)[0]), soft_wrap=True)
         running = [run for run in runs if run.state == "running" and run.progress is not None]
-        if running and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+        if running and time.monotonic() - self._last_line >= progress.SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             line = "; ".join(f"{run.label} {_state(run)[0]}" for run in running)
             self._console.print(text(line), soft_wrap=True)
@@ -323,10 +121,10 @@ def print_notes(config: RunConfig) -> None:
 
 
 def print_experiments(rows: Iterable[Sequence[str]]) -> None:
-    head = ("experiment", "what a correct decomposition finds", "default preset", "paper preset")
-    output.print(table(head, rows, left=4))
+    head = ("experiment", "what a correct decomposition finds", *PRESETS)
+    output.print(table(head, rows, left=len(head)))
     say(
-        "\nTimes are of full runs on one CPU core; those with a star are estimates. "
+        "\nTimes are of full runs on one CPU core, per preset; those with a star are estimates. "
         "Start one with: rankone run NAME"
     )
 
@@ -367,11 +165,6 @@ def print_summary(summary: Summary) -> None:
     say(f"{summary.wall_seconds or 0:.0f} s, {summary.ms_per_step:.2f} ms/step{memory}")
 
 
-def percent(share: float | None) -> str:
-    """A share of what removing everything costs; it may be any number above 0."""
-    return "-" if share is None else f"{share:.2%}" if share < 1 else f"{share:,.0%}"
-
-
 def print_ladder(ladders: Mapping[str, Mapping[int, float | None]]) -> None:
     """How a decomposition degrades under longer and longer attacks."""
     say("Divergence under attack, in per cent of what removing everything costs:")
@@ -401,7 +194,7 @@ def print_comparison(
             say(f"Only the {which} decomposes: {', '.join(names)}")
 
 
-def print_seeds(runs: Sequence[ParallelRun], seconds: float) -> None:
+def print_seeds(runs: Sequence[ParallelRun], seconds: float | None = None) -> None:
     """One table over all seeds, and the share that was recovered."""
     rows: list[Sequence[Part]] = []
     for run in runs:
@@ -428,8 +221,8 @@ def print_seeds(runs: Sequence[ParallelRun], seconds: float) -> None:
     if judged:
         low, high = wilson(sum(judged), len(judged))
         say(
-            f"Recovered {sum(judged)} of {len(judged)} seeds (95 % interval {low:.0%} to {high:.0%}), "
-            f"{seconds:.0f} s in all"
+            f"Recovered {sum(judged)} of {len(judged)} seeds (95 % interval {low:.0%} to {high:.0%})"
+            + ("" if seconds is None else f", {seconds:.0f} s in all")
         )
 
 
@@ -482,3 +275,6 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     for finding in diagnosis.findings:
         say((f"\n{finding.name}", "bold red"), f": {finding.seen}.")
         say(f"  It means: {finding.means}.\n  Do: {finding.do}.")
+    found = verdict(diagnosis)
+    why = f", because {'; '.join(found.reasons)}" if found.good is None else ""
+    say(("\nVerdict", "bold"), f": {found.word}{why}.")

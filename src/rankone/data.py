@@ -55,7 +55,9 @@ class WeightedBatch:
 
 Batch = Tensor | tuple | list | Mapping | WeightedBatch
 Sampler = Callable[[torch.Generator], Batch]
-Data = Sampler | Iterable[Batch]
+Data = Sampler | Iterable[Batch] | Tensor
+"""A function that draws a batch from a torch.Generator, batches to go through again and again, or a
+tensor whose rows are the datapoints."""
 
 
 def seed_for(seed: int, stream: str, step: int = 0) -> int:
@@ -98,6 +100,15 @@ def shapes_of(batch: Batch) -> str:
     return ", ".join(f"{tuple(t.shape)} {t.dtype}" for _, t in _tensors(inputs_of(batch))) or "no tensor"
 
 
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """The tensors that a batch's inputs are made of; none if something else is among them."""
+    inputs = inputs_of(batch)
+    entries = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    entries = [entries] if isinstance(entries, Tensor) else entries
+    known = isinstance(entries, tuple | list) and all(isinstance(x, Tensor) for x in entries)
+    return list(entries) if known else []
+
+
 def batch_digest(batch: Batch) -> str:
     """A SHA-256 over every tensor of a batch, to notice when a run is resumed with other data."""
     tensors = dict(_tensors(inputs_of(batch)))
@@ -136,7 +147,15 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise if a batch is empty or holds NaN or infinite numbers."""
+    """Raise if a batch is empty, holds NaN or infinite numbers, or lists where tensors should be."""
+    inputs = inputs_of(batch)
+    if isinstance(inputs, Mapping):
+        for key, x in inputs.items():
+            if isinstance(x, list):
+                raise BatchError(
+                    f"The batch's entry {key!r} is a list; expected a tensor. A tokenizer gives tensors with "
+                    "return_tensors='pt'."
+                )
     for where, tensor in _tensors(inputs_of(batch)):
         if tensor.numel() == 0:
             raise BatchError(f"The batch{where} is empty: its shape is {tuple(tensor.shape)}.")
@@ -193,11 +212,8 @@ def _unbindable(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> Iterator[Batch]:
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
     if isinstance(data, Tensor):
-        raise BatchError(
-            f"data is a tensor of shape {tuple(data.shape)}, whose rows would each become a batch. Pass "
-            "[tensor] to use it as one batch every step, or a DataLoader to cut it into batches."
-        )
-    if isinstance(data, Iterable):
+        yield from _rows(data, seed, start, stream)
+    elif isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)
     elif callable(data):
         sampler = cast(Sampler, data)
@@ -219,6 +235,24 @@ def first_batch_digest(data: Any, seed: int) -> str | None:
         return None
     first, again = (batch_digest(next(batches(data, seed))) for _ in range(2))
     return first if first == again else None
+
+
+ROWS = 1024
+"""How many rows of a tensor of datapoints make a batch."""
+
+
+def _rows(data: Tensor, seed: int, start: int, stream: str) -> Iterator[Tensor]:
+    """Batches of a tensor of datapoints: all of them, or if they are many, so many drawn at random."""
+    if not data.dim() or not len(data):
+        raise BatchError(f"data is a tensor of shape {tuple(data.shape)}: it has no rows to draw from.")
+    step = start
+    while True:
+        if len(data) <= ROWS:
+            yield data
+        else:
+            drawn = torch.randint(len(data), (ROWS,), generator=generator_for(seed, stream, step))
+            yield data[drawn.to(data.device)]
+        step += 1
 
 
 _END: Any = object()

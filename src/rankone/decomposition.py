@@ -6,90 +6,56 @@ and `decomposition.json`, which says the latter to people. It never holds the ta
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.checkpoint import checkpoint_names, described
+from rankone import looking
+from rankone.checkpoint import checkpoint_names, described, earlier_parameters
 from rankone.config import DecompositionConfig, over_recipe
 from rankone.data import Batch, Data, to_device
-from rankone.errors import CheckpointError, ConfigError, LayerError
+from rankone.describe import Facts, as_html, as_text
+from rankone.editing import AblatedModel, Choice, Factors, edited_copy, edits
+from rankone.errors import BatchError, CheckpointError, ConfigError
 from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
-from rankone.masks import Mask
-from rankone.metrics_log import Observer, Record, parse_metrics
+from rankone.looking import Grouping
+from rankone.metrics_log import Observer, Progress, Record, parse_metrics
 from rankone.model import DecomposedModel
 from rankone.patching import OutputGetter, refuse_unusable
+from rankone.progress import RunDisplay, say_verdict, shown_by_default
+from rankone.room import LayerChoice, chosen_layers
 from rankone.settings import validated
 from rankone.step import Divergence
-from rankone.train import Training
+from rankone.tables import Table
+from rankone.train import Interrupted, Training
+from rankone.views import LayerView
+
+if TYPE_CHECKING:
+    from rankone.diagnose import Diagnosis
+    from rankone.evaluate import Evaluation
+    from rankone.verdict import Verdict
 
 FORMAT = 2
 COMPONENTS = "components.safetensors"
 DESCRIPTION = "decomposition.json"
 HISTORY = "history"
 """The entry of the sealed file that holds the metrics log, as bytes: one file changes as a whole."""
+LOOK_AT = 8
+"""How many batches are looked at, if nothing else is asked for."""
 
 
-@dataclass(frozen=True)
-class LayerView:
-    """The subcomponents of one layer, detached, for looking at."""
-
-    name: str
-    target: Float[Tensor, "d_out d_in"]
-    """The original matrix."""
-    U: Float[Tensor, "d_out C"]
-    """Write vectors, one column per subcomponent."""
-    V: Float[Tensor, "C d_in"]
-    """Read vectors, one row per subcomponent."""
-
-    @property
-    def C(self) -> int:
-        return self.U.shape[1]
-
-    def matrix(self, c: int) -> Float[Tensor, "d_out d_in"]:
-        """Subcomponent c as a rank-one matrix."""
-        return torch.outer(self.U[:, c], self.V[c])
-
-    def sum(self) -> Float[Tensor, "d_out d_in"]:
-        """All subcomponents together: close to the original matrix.
-
-        Added up in double precision, so that the number of threads does not show.
-        """
-        return (self.U.double() @ self.V.double()).to(self.U.dtype)
-
-    def norms(self) -> Float[Tensor, " C"]:
-        """The size (Frobenius norm) of every subcomponent."""
-        return self.U.norm(dim=0) * self.V.norm(dim=1)
-
-
-class AblatedModel(nn.Module):
-    """The target with chosen layers reduced to chosen subcomponents; call it exactly like the target.
-
-    It computes no gradients: it is for looking, not for training.
-    """
-
-    _model: DecomposedModel
-
-    def __init__(self, model: DecomposedModel, keep: Mapping[str, Float[Tensor, " C"]]) -> None:
-        super().__init__()
-        object.__setattr__(self, "_model", model)
-        self._masks = {name: Mask(kept) for name, kept in keep.items()}
-
-    @torch.no_grad()
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.under(self._masks, lambda: self._model.target(*args, **kwargs))
-
-
-@dataclass
+@dataclass(repr=False)
 class Decomposition:
-    """A decomposed model and the story of its training."""
+    """A decomposed model and the story of its training.
+
+    What looks at data takes `data=`; without it, the data of training is used where it is known.
+    """
 
     model: DecomposedModel
     config: DecompositionConfig
@@ -97,6 +63,16 @@ class Decomposition:
     seconds: float = 0.0
     divergence: Divergence | None = None
     """The function that outputs were compared with, where it was not one named in the config."""
+    data: Data | None = None
+    """What it was trained on, in the session that trained it."""
+    evaluation: Any = None
+    """The newest `Evaluation`; None before `evaluate` was called."""
+    steps_done: int | None = None
+    """How far training came, where it did not come to its end."""
+    _alive: dict[str, list[int]] | None = None
+    _verdict: "Verdict | None" = None
+    _numbers: Any = None
+    """What the newest diagnosis measured."""
 
     @property
     def layers(self) -> list[str]:
@@ -115,13 +91,133 @@ class Decomposition:
             layer, decomposed.matrix().clone(), parts.U.detach().clone(), parts.V.detach().clone()
         )
 
-    def ablated(self, keep: Mapping[str, Iterable[int] | Tensor]) -> AblatedModel:
-        """A runnable model in which every layer named in `keep` consists of the listed
-        subcomponents only.
+    @property
+    def alive(self) -> dict[str, list[int]]:
+        """Layer -> the true indices of subcomponents that are important on some datapoint.
+
+        From the newest evaluation; before any, measured on the data of training, once.
+        """
+        if self.evaluation is not None:
+            return {name: list(found) for name, found in self.evaluation.alive.items()}
+        if self._alive is None:
+            self._alive = looking.alive(self.model, self.data_or(None), LOOK_AT)
+        return {name: list(found) for name, found in self._alive.items()}
+
+    def ablated(
+        self, keep: Choice | None = None, *, drop: Choice | None = None, scale: Factors | None = None
+    ) -> AblatedModel:
+        """A runnable model with edited layers: `ablated(drop={"fc1": [3]})(x)`.
+
+        keep   layer -> subcomponents it then consists of, and of nothing else
+        drop   layer -> subcomponents that are taken out of the original matrix
+        scale  layer -> {index: factor}, or a tensor of factors `[C]` or, per datapoint, `[*lead, C]`
 
         Layers that are not named keep their original matrix. Biases stay.
         """
-        return AblatedModel(self.model, {name: self._kept(name, chosen) for name, chosen in keep.items()})
+        return AblatedModel(self.model, edits(self.model, keep, drop, scale))
+
+    def edited_model(
+        self, keep: Choice | None = None, *, drop: Choice | None = None, scale: Factors | None = None
+    ) -> nn.Module:
+        """A copy of the network with edited weights (see `ablated`): an ordinary module, with
+        parameters, gradients and every method of its class."""
+        return edited_copy(self.model, edits(self.model, keep, drop, scale), self.config.matrices)
+
+    def examples(
+        self, layer: str, c: int, data: Data | None = None, *, count: int = 10, n_batches: int = LOOK_AT
+    ) -> Table:
+        """The datapoints on which subcomponent `c` of a layer is most important."""
+        return looking.examples(self.model, layer, c, self.data_or(data), count, n_batches)
+
+    def effect(
+        self,
+        keep: Choice | None = None,
+        *,
+        drop: Choice | None = None,
+        scale: Factors | None = None,
+        data: Data | None = None,
+        n_batches: int = LOOK_AT,
+    ) -> Table:
+        """What an edit (see `ablated`) changes in the output, entry by entry."""
+        return looking.effect(self.model, edits(self.model, keep, drop, scale), self.data_or(data), n_batches)
+
+    def importances_by(
+        self, by: Grouping, layer: str, data: Data | None = None, *, n_batches: int = LOOK_AT
+    ) -> Table:
+        """Mean importances of a layer's alive subcomponents by class (`"output"`: the largest entry of
+        the output), by `"position"`, or by a function of the model's inputs that gives whole numbers."""
+        return looking.by_group(self.model, layer, by, self.data_or(data), n_batches)
+
+    def evaluate(self, data: Data | None = None, **options: Any) -> "Evaluation":
+        """Measure how good it is (see `rankone.evaluate`); kept as `evaluation`."""
+        from rankone.evaluate import evaluate
+
+        self.evaluation = evaluate(self, self.data_or(data), **options)
+        return self.evaluation
+
+    def diagnose(self, data: Data | None = None, **options: Any) -> "Diagnosis":
+        """What is wrong with it, and which setting to move (see `rankone.diagnose`)."""
+        from rankone.diagnose import diagnose
+        from rankone.verdict import verdict
+
+        found = diagnose(self, self.data_or(data), steps_done=self.steps_done, **options)
+        self._verdict, self._numbers = verdict(found), found.numbers
+        return found
+
+    @property
+    def verdict(self) -> "Verdict":
+        """Whether it is good, and why, without knowing the truth; made when it is first asked for."""
+        if self._verdict is None:
+            self.diagnose()
+        assert self._verdict is not None
+        return self._verdict
+
+    def report(self, path: str | Path = "report.html", data: Data | None = None) -> Path:
+        """Write one page about it that opens offline: what is alive, when it matters, how good it is.
+
+        Measures it first if that was not done yet, or if other data is given.
+        """
+        from rankone.report.page import report_on
+
+        return report_on(self, path, data)
+
+    def data_or(self, data: Data | None) -> Data:
+        """What was given, else the data of training; an error in words if there is neither."""
+        given = self.data if data is None else data
+        if given is None:
+            raise BatchError(
+                "This looks at data, and a decomposition that was loaded has none. Pass data=, what it was "
+                "trained on: batches, or a function that draws one."
+            )
+        return given
+
+    @property
+    def facts(self) -> Facts:
+        """What is known about it."""
+        known = self.evaluation or self._numbers  # both have `relative`, `l0` and `alive`
+        l0 = known.l0 if known is not None else self.history[-1]["l0"] if self.history else {}
+        counted = known.alive if known is not None else self._alive
+        return Facts(
+            target=type(self.model.target).__name__,
+            shapes={name: tuple(layer.matrix().shape) for name, layer in self.model.layers.items()},
+            C={name: layer.C for name, layer in self.model.layers.items()},
+            tied=self.model.tied,
+            alive=None
+            if counted is None
+            else {name: n if isinstance(n, int) else len(n) for name, n in counted.items()},
+            l0=l0,
+            relative=known.relative if known is not None else {},
+            steps=self.config.steps,
+            steps_done=self.config.steps if self.steps_done is None else self.steps_done,
+            seconds=self.seconds,
+            judgement="" if self._verdict is None else f"Verdict: {self._verdict}.",
+        )
+
+    def __repr__(self) -> str:
+        return as_text(self.facts)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.facts)
 
     def save(self, path: str | Path) -> Path:
         """Write the artifact into a new directory, or over an earlier artifact."""
@@ -153,88 +249,130 @@ class Decomposition:
         directory.write(DESCRIPTION, json.dumps(info, indent=2) + "\n")
         return directory.path
 
-    def _kept(self, name: str, chosen: Iterable[int] | Tensor) -> Tensor:
-        C = self.model.layer(name).C
-        if not isinstance(chosen, Iterable):
-            raise LayerError(
-                f"keep[{name!r}] is {chosen!r}; expected the indices of subcomponents, such as [{chosen!r}]."
-            )
-        listed = chosen if isinstance(chosen, Tensor) else [*chosen]
-        index = torch.as_tensor(listed) if len(listed) else torch.zeros(0, dtype=torch.long)
-        if index.is_floating_point():
-            raise LayerError(
-                f"keep[{name!r}] holds numbers of type {index.dtype}; expected indices or a boolean "
-                "choice, such as importances > 0.5."
-            )
-        if index.dtype == torch.bool:
-            if index.shape != (C,):
-                raise LayerError(
-                    f"keep[{name!r}] has shape {tuple(index.shape)}; a boolean choice needs C = {C} entries."
-                )
-            kept = index
-        else:
-            wrong = [int(i) for i in index.flatten() if not 0 <= int(i) < C]
-            if wrong:
-                raise LayerError(
-                    f"keep[{name!r}] names subcomponent {wrong[0]}, but the layer has "
-                    f"subcomponents 0 to {C - 1}."
-                )
-            kept = torch.zeros(C, dtype=torch.bool)
-            kept[index.long()] = True
-        return kept.to(self.model.device, self.model.layer(name).subcomponents.U.dtype)
-
 
 def decompose(
     model: nn.Module,
     data: Data,
-    layers: Mapping[str, int],
+    layers: LayerChoice = None,
     config: DecompositionConfig | Mapping[str, Any] | None = None,
     *,
     output: OutputGetter = None,
     divergence: Divergence | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    start_from: Decomposition | str | Path | None = None,
+    progress: bool | None = None,
     observer: Observer | None = None,
 ) -> Decomposition:
     """Decompose the weight matrices of a trained model into rank-one subcomponents.
 
     model       any nn.Module, in eval mode; it is not altered
-    data        an iterable of batches, or a function that draws a batch from a torch.Generator
-    layers      name patterns of the layers to decompose -> number of subcomponents C
+    data        a tensor of datapoints, an iterable of batches (a DataLoader), or a function that draws a
+                batch from a torch.Generator
+    layers      name patterns of the layers to decompose -> number of subcomponents C; patterns alone, or
+                None in place of a C, to have it found; without any, every layer that can be
     config      what should differ from the recipe (config.RECIPE), as a mapping; or a whole
                 DecompositionConfig, which is taken as it is
     output      how to get the tensor to compare from what the model returns: name, index, function
     divergence  a function (masked output, target output) -> number per datapoint, instead of
                 config.divergence
-    out         a directory for metrics.jsonl, checkpoints/ and decomposition/; without it nothing is
-                written
-    resume      go on from the newest checkpoint in `out`
+    out         a run directory for metrics, checkpoints, the decomposition and its numbers, as
+                `rankone run` makes one; without it nothing is written
+    resume      go on from the newest checkpoint in `out`; with more `steps` than a complete run had,
+                it is lengthened
+    start_from  an earlier result on the same network, or the directory of its run: this one starts from
+                its subcomponents and importance functions, with settings of its own
+    progress    whether to show how it goes on standard error; None: unless there is an observer
     observer    called with a Progress at every log step
+
+    Ctrl-C never loses what was trained: with `out` it is saved there; without, the exception
+    (`rankone.train.Interrupted`) has it as its `decomposition`.
     """
-    if not isinstance(layers, Mapping):
-        raise ConfigError(
-            f"layers is a {type(layers).__name__}; expected a mapping from layer name patterns to C, "
-            "such as {'mlp.*': 100}."
-        )
     if not isinstance(config, DecompositionConfig):
         config = over_recipe(config or {})
     if divergence is not None and not callable(divergence):
         raise ConfigError(f"divergence is {divergence!r}; pass a function, or name one in the config.")
     if resume and out is None:
         raise ConfigError("resume=True needs out=, the directory of the run to resume.")
-    decomposed = build(model, layers, config, output)
-    directory = None if out is None else RunDirectory.claim(out)
-    with nullcontext() if directory is None else directory.lock():
-        if (
-            directory is not None
-            and not resume
-            and (directory.sub("decomposition").exists() or checkpoint_names(directory))
-        ):
+    as_told = {"output": output, "tied": config.tied, "matrices": config.matrices}
+    decomposed = build(model, chosen_layers(model, data, layers, **as_told), config, output)
+    start = _start(decomposed, start_from)
+    with _watched(decomposed, config, progress, observer) as watching:
+        if out is None:
+            result = train(decomposed, data, config, divergence=divergence, observer=watching, start=start)
+        else:
+            directory = RunDirectory.claim(out)
+            result = _in_directory(directory, decomposed, data, config, divergence, resume, watching, start)
+    if shown_by_default(progress, observer):
+        say_verdict(lambda: str(result.verdict))
+    return result
+
+
+@contextmanager
+def _watched(
+    decomposed: DecomposedModel,
+    config: DecompositionConfig,
+    progress: bool | None,
+    observer: Observer | None,
+) -> Iterator[Observer | None]:
+    """The observer, and beside it a display of progress where one is wanted."""
+    if not shown_by_default(progress, observer):
+        yield observer
+        return
+    layers = len(decomposed.layers)
+    greeting = (
+        f"Decomposing {layers} layer{'s' * (layers > 1)} of {type(decomposed.target).__name__}, "
+        f"{config.steps:,} steps."
+    )
+    with RunDisplay(config.steps, greeting=greeting) as display:
+
+        def both(progress: Progress) -> None:
+            display(progress)
+            if observer is not None:
+                observer(progress)
+
+        yield both
+
+
+def _start(
+    decomposed: DecomposedModel, start_from: "Decomposition | str | Path | None"
+) -> dict[str, Tensor] | None:
+    """The parameters to start from."""
+    if start_from is None:
+        return None
+    target = fingerprint(decomposed.target)
+    if isinstance(start_from, Decomposition):
+        if fingerprint(start_from.model.target) != target:
+            raise CheckpointError("start_from is a decomposition of another network: its weights differ.")
+        return {name: t.detach().clone() for name, t in start_from.model.named_tensors().items()}
+    path = Path(start_from)
+    artifact = COMPONENTS if (path / COMPONENTS).is_file() else f"decomposition/{COMPONENTS}"
+    return earlier_parameters(RunDirectory.open(path), artifact, target)
+
+
+def _in_directory(
+    directory: RunDirectory,
+    decomposed: DecomposedModel,
+    data: Data,
+    config: DecompositionConfig,
+    divergence: Divergence | None,
+    resume: bool,
+    observer: Observer | None,
+    start: Mapping[str, Tensor] | None,
+) -> Decomposition:
+    """Train and keep all of it in a run directory that every command can read."""
+    from rankone.runs import own
+
+    given = own.Own(decomposed.target, data, None, decomposed.output, divergence)
+    settings = own.python_config(given, {n: layer.C for n, layer in decomposed.layers.items()}, config)
+    with directory.lock():
+        if not resume and (directory.sub("decomposition").exists() or checkpoint_names(directory)):
             raise CheckpointError(
                 f"{directory.path} already holds a run. Pass resume=True to go on with it, or "
                 "choose another out=."
             )
-        return train(
+        own.begin(directory, settings, resumes=bool(resume and checkpoint_names(directory)))
+        result = train(
             decomposed,
             data,
             config,
@@ -242,7 +380,10 @@ def decompose(
             directory=directory,
             resume=resume,
             observer=observer,
+            start=start,
         )
+        own.finish(directory, given, settings, result)
+        return result
 
 
 def train(
@@ -254,14 +395,31 @@ def train(
     directory: RunDirectory | None = None,
     resume: bool = False,
     observer: Observer | None = None,
+    start: Mapping[str, Tensor] | None = None,
 ) -> Decomposition:
-    """Train a freshly built model; in a run directory, which must be locked, also keep all of it."""
+    """Train a freshly built model, from `start` if there is one; in a run directory, which must be locked,
+    also keep all of it."""
+
+    def made(steps_done: int | None = None) -> Decomposition:
+        known = (decomposed, config, training.history, training.seconds, divergence, data)
+        return Decomposition(*known, steps_done=steps_done)
+
     with torch.inference_mode(False), torch.enable_grad():
         training = Training(
-            decomposed, data, config, divergence=divergence, directory=directory, observer=observer
+            decomposed,
+            data,
+            config,
+            divergence=divergence,
+            directory=directory,
+            observer=observer,
+            start=start,
         )
-        training.run(resume=resume)
-    result = Decomposition(decomposed, config, training.history, training.seconds, divergence)
+        try:
+            training.run(resume=resume)
+        except Interrupted as stop:
+            stop.decomposition = made(stop.step)
+            raise
+    result = made()
     if directory is not None:
         result.save(directory.sub("decomposition"))
     return result
@@ -325,6 +483,7 @@ def build(
             importance_options=config.importance.options,
             init=config.init,
             tied=config.tied,
+            matrices=config.matrices,
             output=output,
             seed=config.seed,
         )

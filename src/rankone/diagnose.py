@@ -6,12 +6,14 @@ model of your own before it is decomposed; `diagnose` looks for every such matri
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rankone.data import Data, seed_for
+from rankone.consolidate import observe, replacements
+from rankone.data import Batch, Data, batches, seed_for, tensors_of, to_device
 from rankone.decomposition import Decomposition
 from rankone.evaluate import evaluate, held_out
 from rankone.findings import Diagnosis, Identity, Numbers, findings
@@ -24,6 +26,8 @@ RARELY = 0.01
 """A subcomponent of a known mechanism that is important on a smaller share of the datapoints on
 which any is does not count: recovered runs of TMS 40-10+ID have one or two such, on one datapoint
 of 14,000."""
+MOST_DIFFERENT = 100
+"""How many inputs of a batch are compared with each other."""
 SHARED = 0.95
 """Cosine of read or write vectors, and agreement of use, from which on two subcomponents are one
 mechanism cut in two."""
@@ -35,10 +39,13 @@ class _Datapoints:
 
     noise: float
     near_one: dict[str, float]
+    unsure: dict[str, float]
     used: dict[str, Tensor]
     """Layer -> `[datapoints, C]`, whether each subcomponent is important."""
     weights: dict[str, Tensor]
     """Layer -> `[datapoints]`, how much each counts."""
+    different: int | None
+    """How many datapoints differ from each other; None where batches do not consist of rows."""
 
 
 @torch.no_grad()
@@ -54,6 +61,8 @@ def diagnose(
     """Look for everything that is known to go wrong. `steps_done` is how far an unfinished run has
     come."""
     evaluation = evaluate(decomposition, data, divergence=divergence, n_batches=n_batches, seed=seed)
+    if decomposition.evaluation is None:
+        decomposition.evaluation = evaluation
     points = _datapoints(decomposition, data, divergence, n_batches, seed)
     alive = {name: len(indices) for name, indices in evaluation.alive.items()}
     numbers = Numbers(
@@ -61,13 +70,19 @@ def diagnose(
         relative=evaluation.relative,
         superposition_noise=points.noise,
         near_one=points.near_one,
+        unsure=points.unsure,
+        too_many=_too_many(decomposition, data, n_batches, seed),
+        l0=evaluation.l0,
+        rank={name: rank(layer.matrix()) for name, layer in decomposition.model.layers.items()},
+        well_tempered=evaluation.well_tempered,
+        datapoints=points.different,
         alive=alive,
         C={name: layer.C for name, layer in decomposition.model.layers.items()},
         falling=_falling(decomposition),
         cramped=[name for name, n in alive.items() if _cramped(decomposition, name, n)],
         split_pairs={name: _split_pairs(decomposition, name, points) for name in points.used},
         identities=_identities(decomposition, points),
-        tied=dict(decomposition.config.tied),
+        tied=dict(decomposition.model.tied),
         init=decomposition.config.init,
         steps=decomposition.config.steps,
         steps_done=steps_done,
@@ -81,8 +96,10 @@ def _datapoints(
     layers = decomposition.layers
     noise = 0.0
     reaching, concerned = dict.fromkeys(layers, 0.0), dict.fromkeys(layers, 0.0)
+    unsure, on = dict.fromkeys(layers, 0.0), dict.fromkeys(layers, 0.0)
     used: dict[str, list[Tensor]] = {name: [] for name in layers}
     weights: dict[str, list[Tensor]] = {name: [] for name in layers}
+    different: set[bytes] = set()
     for step in held_out(decomposition, data, n_batches, seed, divergence):
         importances = {name: clipped(raw) for name, raw in step.raw.items()}
         # Active subcomponents whole, inactive ones at random: what interference alone does.
@@ -91,6 +108,7 @@ def _datapoints(
             inactive = uniform(seed_for(seed, f"diagnosis/noise/{name}", step.index), g)
             interfering[name] = Mask(torch.where(g > IMPORTANT, 1.0, inactive))
         noise += float(step.distance(step.output(interfering))) / n_batches
+        different |= _rows_of(step.batch)
         # The more these layers do on an input, the more should something be certainly important there.
         change = (step.output(step.masks("zero", 0)) - step.clean.output).abs()
         per_input = change if change.dim() == 1 else change.amax(-1)
@@ -99,14 +117,48 @@ def _datapoints(
             needed = needed * _weights(step.weights, needed)
             reaching[name] += float((needed * (largest >= CERTAIN)).sum())
             concerned[name] += float(needed.sum())
+            # By what each does: on a small input a small importance is no wonder.
+            size = (step.inner[name] * decomposition.model.layer(name).subcomponents.U.norm(dim=0)).square()
+            important = (size * (g > IMPORTANT)).sum(-1).double()
+            between = (size * ((g > IMPORTANT) & (g < CERTAIN))).sum(-1).double()
+            each = _weights(step.weights, important)
+            on[name] += float((each * important).sum())
+            unsure[name] += float((each * between).sum())
             used[name].append((g.reshape(-1, g.shape[-1]) > IMPORTANT).cpu())
             weights[name].append(_weights(step.weights, g[..., 0]).flatten().cpu())
     return _Datapoints(
         noise=noise,
         near_one={name: reaching[name] / total for name, total in concerned.items() if total},
+        unsure={name: unsure[name] / total for name, total in on.items() if total},
         used={name: torch.cat(parts) for name, parts in used.items()},
         weights={name: torch.cat(parts) for name, parts in weights.items()},
+        different=len(different) or None,
     )
+
+
+def _rows_of(batch: Batch) -> set[bytes]:
+    """The first datapoints of a batch, each as its bytes."""
+    given = [t for t in tensors_of(batch) if t.dim()]
+    if not given or any(len(t) != len(given[0]) for t in given):
+        return set()
+    flat = [
+        t[:MOST_DIFFERENT].detach().reshape(min(len(t), MOST_DIFFERENT), -1).double().cpu() for t in given
+    ]
+    return {row.numpy().tobytes() for row in torch.cat(flat, 1)}
+
+
+def _too_many(
+    decomposition: Decomposition, data: Data, n_batches: int, seed: int
+) -> dict[str, tuple[int, int]]:
+    """By layer, how many subcomponents are in groups that could do with fewer, and with how many."""
+    model = decomposition.model
+    drawn = [to_device(b, model.device) for b in islice(batches(data, seed, stream="evaluation"), n_batches)]
+    groups = {name: replacements(model.layer(name), seen) for name, seen in observe(model, drawn).items()}
+    return {
+        name: (sum(len(group.members) for group in found), sum(len(group.V) for group in found))
+        for name, found in groups.items()
+        if found
+    }
 
 
 def _weights(row_weights: Tensor | None, per_datapoint: Tensor) -> Tensor:
@@ -121,9 +173,12 @@ def _weights(row_weights: Tensor | None, per_datapoint: Tensor) -> Tensor:
 def _common(values: Sequence[Tensor]) -> list[Tensor]:
     """Numbers per datapoint of tensors with different leading dimensions, reduced (by their
     largest) to the dimensions they share."""
-    dims = min(v.dim() for v in values)
-    reduced = [v.flatten(dims - 1).amax(-1) if dims and v.dim() > dims else v for v in values]
-    return list(torch.broadcast_tensors(*reduced))
+    dims = 0
+    for sizes in zip(*(v.shape for v in values), strict=False):
+        if len({*sizes} - {1}) > 1:
+            break
+        dims += 1
+    return list(torch.broadcast_tensors(*(v.flatten(dims).amax(-1) if v.dim() > dims else v for v in values)))
 
 
 def _falling(decomposition: Decomposition) -> dict[str, float] | None:
@@ -139,6 +194,8 @@ def _falling(decomposition: Decomposition) -> dict[str, float] | None:
         "loss": [record["loss"]["total"] for record in history],
         "l0": [sum(record["l0"].values()) for record in history],
     }
+    if config.relative:  # the price relaxes late, so that the loss falls to the end in any run
+        del curves["loss"]
     means = {name: (sum(c[:third]) / third, sum(c[-third:]) / third) for name, c in curves.items()}
     # Where hardly anything is important, there is nothing to fall.
     return {
@@ -147,12 +204,17 @@ def _falling(decomposition: Decomposition) -> dict[str, float] | None:
     }
 
 
+def rank(W: Tensor) -> int:
+    """The rank of a matrix, up to what single precision can tell."""
+    return int(torch.linalg.matrix_rank(W.float()))
+
+
 def _cramped(decomposition: Decomposition, name: str, alive: int) -> bool:
     """Whether a matrix came back as exactly its rank, as one mechanism does, although with so small
     a C its inputs could not have had one each."""
     layer = decomposition.model.layer(name)
     W = layer.matrix()
-    return alive < layer.C < W.shape[1] and alive == int(torch.linalg.matrix_rank(W))
+    return alive < layer.C < W.shape[1] and alive == rank(W)
 
 
 def _split_pairs(decomposition: Decomposition, name: str, points: _Datapoints) -> int:

@@ -81,6 +81,7 @@ class Evaluation:
             **{key: similar.get(key) for key in ("mmcs", "ml2r", "mmcs_all", "ml2r_all")},
             "similarity_of": similar.get("layer"),
             "n_alive": {name: len(indices) for name, indices in self.alive.items()},
+            "alive": self.alive,
             "l0": self.l0,
             "reconstruction": self.reconstruction,
             "relative": self.relative,

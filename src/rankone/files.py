@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -130,7 +131,7 @@ class RunDirectory:
         self._locked = False
 
     @classmethod
-    def claim(cls, path: "str | Path | RunDirectory") -> "RunDirectory":
+    def claim(cls, path: "str | Path | RunDirectory", patience: float = 0.0) -> "RunDirectory":
         """Open a run directory to write in it, or make one of a directory that is missing or empty.
 
         A claim that was killed leaves an empty .lock and .manifest.json.<token>.tmp; a directory
@@ -155,7 +156,7 @@ class RunDirectory:
                     f"{', '.join(others[:3])}{more}. "
                     "Nothing in it was touched; choose a directory that is empty or does not exist yet."
                 )
-            with _file_lock(root):
+            with _file_lock(root, patience):
                 if not _mode(root / _MANIFEST):  # else another process was faster
                     for name in set(names) - {_LOCK}:
                         _discard(root / name)
@@ -263,14 +264,14 @@ class RunDirectory:
             self.write(name, self.read(name))
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep every other process out. Inside the lock, locking again does nothing."""
+    def lock(self, patience: float = 0.0) -> Iterator[None]:
+        """Keep others out; inside, locking again does nothing. Waits `patience` seconds for another."""
         if self._locked:
             yield
             return
         if _LOCK not in self._load()[1]:
             raise CheckpointError(f"{self.path / _LOCK} is not recorded in {_MANIFEST}: it is not rankone's.")
-        with _file_lock(self.path):
+        with _file_lock(self.path, patience):
             self._locked = True
             try:
                 for path in self._leftovers():
@@ -344,8 +345,8 @@ def _check_name(name: str) -> None:
     if len(name) > 1000 or not all(_PART.fullmatch(part) and len(part.encode()) <= 200 for part in parts):
         raise CheckpointError(
             f"{name[:80]!r} cannot name a file in a run directory: a name is relative, its parts "
-            "have 1 to "
-            "200 bytes, none begins with a dot, and it has no backslash, colon or control character."
+            "have 1 to 200 bytes, none begins with a dot, and it has no backslash, colon or control "
+            "character."
         )
 
 
@@ -356,19 +357,24 @@ def _left_by_claim(path: Path) -> bool:
 
 
 @contextmanager
-def _file_lock(root: Path) -> Iterator[None]:
+def _file_lock(root: Path, patience: float = 0.0) -> Iterator[None]:
     path = root / _LOCK
     if _mode(path) and not stat.S_ISREG(_mode(path)):
         raise CheckpointError(f"{path} is not a regular file, so {root} cannot be locked; remove it.")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
     try:
-        try:
-            if fcntl is not None:
+        until = time.monotonic() + patience
+        while fcntl is not None:
+            try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"Another rankone process is running in {root}; wait for it, or choose another directory."
-            ) from None
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise CheckpointError(
+                        f"Another rankone process is running in {root}; wait for it, or choose another "
+                        "directory."
+                    ) from None
+            time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)

@@ -6,8 +6,9 @@ seen, what it means, and what to do. Limits are at the top of the file, with the
 diagnose.py measures the numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rankone.components import DATA_INITS
 from rankone.measures import ATTACK_STEPS
@@ -50,6 +51,8 @@ Runs that are right stay below 0.1, and are above 0.15 at a tenth of their steps
 compared are not next to each other because a falling learning rate makes the end of any run look
 settled; they are after the point where the penalty stops changing, which moves both.
 """
+UNSURE = 0.1
+"""Largest share of what important subcomponents do that may be done at importances between 0.1 and 0.9."""
 TOGETHER = 0.5
 """Share of a known mechanism's subcomponents that must act where any of them does. (Not all: an
 input may need only some directions.)"""
@@ -65,6 +68,8 @@ class Finding:
     seen: str
     means: str
     do: str
+    matters: bool = True
+    """Whether a decomposition with it is not good, or may be."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,22 @@ class Numbers:
     steps_done: int | None
     relative: dict[str, float | None] = field(default_factory=dict)
     """The shares that evaluation gives: under attack, after deletion and so on."""
+    unsure: dict[str, float] = field(default_factory=dict)
+    """Of what subcomponents with an importance above 0.1 do, the share of those below 0.9."""
+    too_many: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Groups of subcomponents that are more than their rank needs: how many, and how many would do."""
+    l0: dict[str, float] = field(default_factory=dict)
+    rank: dict[str, int] = field(default_factory=dict)
+    """Of the original matrices."""
+    well_tempered: float | None = None
+    datapoints: int | None = None
+    """How many of the inputs that were looked at differ from each other."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Numbers":
+        """What `dataclasses.asdict` made of numbers, after a way through JSON."""
+        identities = {name: Identity(**identity) for name, identity in values["identities"].items()}
+        return cls(**{**values, "identities": identities})
 
     @property
     def unmasked_share(self) -> float:
@@ -192,6 +213,7 @@ def _too_few(n: Numbers) -> Iterator[Finding]:
             "it is one mechanism, or there was too little room for a sparser decomposition",
             f"raise C for {_with_tied(n, n.cramped)} to twice as many; if as few are alive then, "
             "it is one mechanism",
+            matters=False,
         )
     full = [name for name, alive in n.alive.items() if alive == n.C[name]]
     if full:
@@ -270,6 +292,32 @@ def _loses_what_it_deletes(n: Numbers) -> Iterator[Finding]:
         )
 
 
+def _unsure(n: Numbers) -> Iterator[Finding]:
+    unsure = {name: share for name, share in n.unsure.items() if share > UNSURE}
+    if unsure:
+        shares = ", ".join(f"{share:.0%} in {name}" for name, share in unsure.items())
+        yield Finding(
+            "importances between 0 and 1",
+            f"much of what important subcomponents do is done at importances below 0.9: {shares} (limit "
+            f"{UNSURE:.0%})",
+            "whether these subcomponents matter is not decided: several may share one mechanism",
+            "raise `steps`; if it stays, look at these layers with another seed before trusting them",
+        )
+
+
+def _more_than_rank(n: Numbers) -> Iterator[Finding]:
+    if n.too_many:
+        groups = ", ".join(
+            f"{some} of {name} ({fewer} would do)" for name, (some, fewer) in n.too_many.items()
+        )
+        yield Finding(
+            "more subcomponents than their rank needs",
+            f"groups that could be written as fewer subcomponents: {groups}",
+            "a mechanism of higher rank is spread over subcomponents that take turns",
+            "set `consolidate_at` to [0.3, 0.55, 0.8], or raise `steps`",
+        )
+
+
 def _coefficient_too_low(n: Numbers) -> Iterator[Finding]:
     split = ", ".join(f"{pairs} in {name}" for name, pairs in n.split_pairs.items() if pairs)
     excess = n.divergence["stochastic"] / max(n.superposition_noise, 1e-30)
@@ -317,6 +365,8 @@ RULES: tuple[Callable[[Numbers], Iterator[Finding]], ...] = (
     _far_from_target,
     _unsafe,
     _loses_what_it_deletes,
+    _unsure,
+    _more_than_rank,
     _coefficient_too_low,
     _identity_lost,
 )

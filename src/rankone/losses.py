@@ -21,8 +21,9 @@ from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from rankone.adversary import Attack, PersistentAttack, Scope
+from rankone.balance import Balance
 from rankone.data import Batch, WeightedBatch
-from rankone.errors import ConfigError, TrainingError, near_matches, shown
+from rankone.errors import ConfigError, TargetError, TrainingError, near_matches, shown
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, MaskSource
 from rankone.settings import Coefficient, Positive, Registry, Settings
@@ -40,6 +41,11 @@ def mse(output: Float[Tensor, "*lead d"], target: Float[Tensor, "*lead d"]) -> F
 @DIVERGENCES.register("kl")
 def kl(output: Float[Tensor, "*lead d"], target: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
     """KL(target ‖ masked) of the distributions whose logits are given, per position."""
+    if target.shape[-1] == 1:
+        raise TargetError(
+            f"The output has shape {tuple(target.shape)}: the KL divergence of a single logit is 0 whatever "
+            "happens. Use divergence='mse', or let output= give all logits."
+        )
     log_p = torch.log_softmax(target, -1)
     log_q = torch.log_softmax(output, -1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -239,23 +245,25 @@ class Sparsity(Scheduled):
         """What an importance costs after this share of training."""
 
     def value(self, step: Step) -> Float[Tensor, ""]:
-        return step.penalty(self.penalty(step.progress), self.prices(step.raw))
+        return step.penalty(self.penalty(step.progress), self.prices(step.raw, step.balance))
 
-    def prices(self, layers: Iterable[str]) -> dict[str, float]:
+    def prices(self, layers: Iterable[str], balance: Balance | None = None) -> dict[str, float]:
         """The price factor of every layer; empty where all are alike."""
-        if not self.price_of:
-            return {}
         names = list(layers)
+        evened = balance.prices(names) if balance is not None else {}
+        if not self.price_of:
+            return evened
         for pattern in self.price_of:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
                     f"price_of names {shown(pattern)}, which fits no decomposed layer. "
                     f"{near_matches(pattern, names)}"
                 )
-        return {
+        own = {
             name: next((f for pattern, f in self.price_of.items() if fnmatchcase(name, pattern)), 1.0)
             for name in names
         }
+        return {name: factor * evened.get(name, 1.0) for name, factor in own.items()}
 
     def ahead(self, progress: float, hold: float | None = None) -> float:
         """How much of the way is still to go after this share of training, if it begins after `hold`."""

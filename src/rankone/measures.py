@@ -80,7 +80,9 @@ def union_masks(step: Step, sizes: tuple[int, ...] = UNIONS) -> Iterator[tuple[i
     for size in sizes:
         while done < size:
             others = torch.multinomial(weights, rows, replacement=True, generator=generator)
-            union = {n: torch.maximum(u, flat[n][others.to(u.device)]) for n, u in union.items()}
+            union = {
+                n: torch.maximum(u, flat[n][others.to(u.device) % len(flat[n])]) for n, u in union.items()
+            }
             done += 1
         yield size, {n: Mask(u.reshape(joined[n].shape)) for n, u in union.items()}
 

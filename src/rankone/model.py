@@ -7,35 +7,34 @@ that the user's own hooks go on working.
 """
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.adapters import Activation, Adapter, adapter_for, dense
-from rankone.components import DATA_INITS, Subcomponents, TiedSubcomponents, make_subcomponents
-from rankone.data import Batch, call_with, check_batch, generator_for, shapes_of, to_device
+from rankone.adapters import Activation, Adapter
+from rankone.components import DATA_INITS, TiedSubcomponents, make_subcomponents
+from rankone.data import Batch, call_with, check_batch, generator_for, shapes_of, tensors_of, to_device
 from rankone.errors import LayerError, TargetError, near_matches
 from rankone.importance import LayerActivations, LayerShape, Option, clipped, make_importance
+from rankone.layer import Calls, DecomposedLayer
 from rankone.masks import Mask, Masks
+from rankone.naming import Matrices, adapters_of, candidates, chosen_among, find_ties
 from rankone.patching import (
     OutputGetter,
-    choose_layers,
     frozen,
     one_pass_at_a_time,
-    only_input,
     overridden,
     pick_output,
     refuse_unusable,
     same,
     unchanged,
 )
+from rankone.replay import Recorder, Recording
 
 START_ROWS = 20
 """From how many datapoints per subcomponent an initialisation from data chooses."""
@@ -53,109 +52,22 @@ class CleanPass:
 
     output: Tensor
     inputs: dict[str, Activation]
-    outputs: dict[str, Activation]
-    """Without the layers whose output the target goes on to overwrite."""
-
-
-class DecomposedLayer(nn.Module):
-    """One decomposed layer: the original module through its adapter, and its subcomponents."""
-
-    def __init__(self, name: str, adapter: Adapter, subcomponents: Subcomponents) -> None:
-        super().__init__()
-        self.name = name
-        self.adapter = adapter  # no submodule: the target's parameters are never ours to train, move or save
-        self.subcomponents = subcomponents
-        self.weight_dtype = adapter.matrix().dtype
-
-    @property
-    def C(self) -> int:
-        return self.subcomponents.C
-
-    def matrix(self) -> Float[Tensor, "d_out d_in"]:
-        """The original weight, as a matrix, in the precision of the factors."""
-        return self.adapter.matrix().detach().to(self.subcomponents.U.dtype)
-
-    # Factors are kept in at least single precision; a half-precision target sees them in its own.
-
-    def read(self, x: Activation) -> Float[Tensor, "*lead C"]:
-        """The inner activations V a of an input."""
-        V = self.subcomponents.V
-        return self.adapter.read(x, V.to(self.weight_dtype)).to(V.dtype)
-
-    def write(self, z: Float[Tensor, "*lead C"]) -> Activation:
-        """The output for masked inner activations z."""
-        dtype = self.weight_dtype
-        return self.adapter.write(z.to(dtype), self.subcomponents.U.to(dtype))
-
-    def masked(self, x: Activation, mask: Mask) -> Activation:
-        """The output for an input under a mask."""
-        h = self.read(x)
-        if mask.where is None and mask.delta is None:
-            return self.write(h * mask.values)
-        return self.write_with_rest(h, mask, self.rest(x))
-
-    def rest(self, x: Activation) -> tuple[Float[Tensor, "*lead k"], Float[Tensor, "d_out k"] | None]:
-        """What the original matrix makes of an input, as (vectors, directions): (a, W), or (W a, None)
-        where that is narrower."""
-        W = self.adapter.matrix().detach()
-        dtype = self.subcomponents.U.dtype
-        if W.shape[0] <= W.shape[1]:
-            return self.adapter.read(x, W).to(dtype), None
-        return self.adapter.vectors(x).to(dtype), W.to(dtype)
-
-    def write_with_rest(
-        self,
-        h: Float[Tensor, "*lead C"],
-        mask: Mask,
-        rest: tuple[Tensor, Tensor | None],
-        known: Float[Tensor, "*lead C"] | None = None,
-    ) -> Activation:
-        """The output for inner activations h under a mask that has a delta or holds somewhere only.
-
-        U (m h) + delta (W - U V) a is U ((m - delta) h) + delta W a, and the original is W a. `known` is
-        m h, where it has been made already.
-        """
-        vectors, W = rest
-        share: Tensor | None = None if mask.delta is None else mask.delta.unsqueeze(-1)
-        if share is None:
-            z = mask.values * h if known is None else known
-        elif known is None:
-            z = (mask.values - share) * h
-        else:
-            z = torch.addcmul(known, share, h, value=-1)
-        if mask.where is not None:
-            where = mask.where.unsqueeze(-1)
-            z = z * where
-            share = torch.where(where, 0.0 if share is None else share, 1.0)
-        assert share is not None
-        dtype = self.weight_dtype
-        U = self.subcomponents.U.to(dtype)
-        return self.adapter.write_sum(
-            z.to(dtype), U, (share * vectors).to(dtype), None if W is None else W.to(dtype)
-        )
-
-    def verify(self, x: Activation, output: Activation) -> None:
-        """Raise unless this layer is its matrix and bias and nothing else."""
-        W = self.adapter.matrix().detach()
-        identity = torch.eye(min(W.shape), dtype=W.dtype, device=W.device)
-        U, V = (identity, W) if W.shape[0] <= W.shape[1] else (W, identity)
-        if not same(dense(self.adapter.write(self.adapter.read(x, V), U)), dense(output)):
-            raise LayerError(
-                f"Layer {self.name!r} ({type(self.adapter.module).__name__}) does not just multiply by "
-                f"its matrix and add its bias: {type(self.adapter).__name__}.write(read(x)) is "
-                "something else than its output. A subclass or a patched forward may do more, or an "
-                "Adapter of your own may forget the bias. Leave the layer out, or register an Adapter "
-                "for its type that says what it does."
-            )
+    """For a layer that is called several times, `Calls`."""
+    recording: Recording
+    """What masked passes on the same batch need not compute again."""
+    overwritten: frozenset[str]
+    """The layers whose output the target goes on to overwrite."""
 
 
 class DecomposedModel(nn.Module):
     """A target network and the subcomponents of its chosen layers.
 
-    `layers` maps name patterns (`"mlp.*.fc1"`; `*` also matches dots) to the number of subcomponents C.
-    `tied` maps a layer to the layer whose subcomponents it shares, for weights that are equal or each
-    other's transpose. `output` says how to get the tensor to compare out of what the target returns: a
-    function, an attribute or key, or an index.
+    `layers` maps name patterns (`"mlp.*.fc1"`; `*` also matches dots) to the number of subcomponents
+    C. `tied` maps a layer to the layer whose subcomponents it shares, for weights that are equal or
+    each other's transpose; by default, layers that share the memory of their weights (and have the
+    same C) are tied, and with `{}` none. `matrices` declares what cannot be seen: fused layers, plain
+    parameters, biases to be decomposed. `output` says how to get the tensor to compare out of what the
+    target returns: a function, an attribute or key, or an index.
     """
 
     target: nn.Module
@@ -170,6 +82,7 @@ class DecomposedModel(nn.Module):
         importance_options: Mapping[str, Option] | None = None,
         init: str = "overlap",
         tied: Mapping[str, str] | None = None,
+        matrices: Matrices | None = None,
         output: OutputGetter = None,
         seed: int = 0,
     ) -> None:
@@ -177,10 +90,13 @@ class DecomposedModel(nn.Module):
         refuse_unusable(target)
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "output", output)  # a getter that is a module must not be trained
-        chosen = choose_layers(target, layers)
-        self.tied = dict(tied or {})
+        known = candidates(target, matrices)
+        chosen = chosen_among(known, target, layers)
+        adapters = adapters_of(known, chosen, matrices)
+        if tied is None:
+            tied = {a: b for a, b in find_ties(adapters).items() if chosen[a] == chosen[b]}
+        self.tied = dict(tied)
         _check_tied_names(self.tied, chosen)
-        adapters = {name: adapter_for(target.get_submodule(name), name) for name in chosen}
         own: dict[str, DecomposedLayer] = {}
         for name, adapter in adapters.items():
             W = _decomposable(name, adapter.matrix().detach())
@@ -202,7 +118,10 @@ class DecomposedModel(nn.Module):
         self.init = init
         self._verified_in_mode: bool | None = None
         self._overwritten_inputs: set[str] = set()
-        self._overwritten_outputs: set[str] = set()
+        self._by_module = {layer.adapter.module: layer for layer in self.layers.values()}
+        self._recorder = Recorder(target, self._by_module)
+        self._composites = {id(c): c for n, c in known.composites.items() if n in chosen}
+        self._always = {k: v for c in self._composites.values() for k, v in c.installed().items()}
 
     @property
     def device(self) -> torch.device:
@@ -217,7 +136,7 @@ class DecomposedModel(nn.Module):
         for batch in islice(stream, START_BATCHES):
             clean = self.clean(to_device(batch, self.device))
             for name, layer in own.items():
-                a = layer.adapter.vectors(clean.inputs[name]).flatten(0, -2)
+                a = layer.vectors(clean.inputs[name]).flatten(0, -2)
                 rows[name].append(a.to("cpu", layer.subcomponents.U.dtype))
             if all(sum(map(len, rows[name])) >= START_ROWS * layer.C for name, layer in own.items()):
                 break
@@ -275,48 +194,59 @@ class DecomposedModel(nn.Module):
                 "data gives what the model takes: shapes, types, device."
             ) from error
 
-    def _observe(self, batch: Batch, *, copy_outputs: bool = False) -> CleanPass:
-        inputs: dict[str, Activation] = {}
-        outputs: dict[str, Activation] = {}
-        versions: dict[str, tuple[int, int]] = {}
+    def _observe(self, batch: Batch, outputs: dict[str, list[Activation]] | None = None) -> CleanPass:
+        """A clean pass; copies of what every call of a layer returned go into `outputs`."""
+        inputs: dict[str, list[Activation]] = {}
+        versions: dict[str, list[int]] = {}
+        recording = self._recorder.recording(tensors_of(batch))
 
-        def recorder(layer: DecomposedLayer) -> Callable[..., Any]:
-            original = layer.adapter.module.forward
+        def observed(layer: DecomposedLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
+            name = layer.name
 
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                x = only_input(layer.name, args, kwargs)
-                inputs[layer.name] = x.clone() if layer.name in self._overwritten_inputs else x
-                before = inputs[layer.name]._version
-                output = original(*args, **kwargs)
-                outputs[layer.name] = output.clone() if copy_outputs else output
-                versions[layer.name] = before, outputs[layer.name]._version
+            def call(*args: Any, **kwargs: Any) -> Any:
+                x = layer.adapter.input(name, args, kwargs)
+                x = x.clone() if name in self._overwritten_inputs else x
+                inputs.setdefault(name, []).append(x)
+                versions.setdefault(name, []).append(x._version)
+                output = forward(*args, **kwargs)
+                if outputs is not None:
+                    outputs.setdefault(name, []).append(output.clone())
                 return output
 
-            return forward
+            return call
 
         with one_pass_at_a_time:
-            recorders = {name: recorder(layer) for name, layer in self.layers.items()}
-            result = self._run(lambda: call_with(self.target, batch), recorders)
-        # An activation that works in place, or `x += ...`, changes what a layer returned: such an
-        # output is not kept.
-        self._overwritten_outputs |= {name for name, y in outputs.items() if y._version != versions[name][1]}
-        overwritten = {name for name, x in inputs.items() if x._version != versions[name][0]}
+            forwards = {}
+            for module in self._recorder.modules():
+                forward = self._original(module)
+                if module in self._by_module:
+                    forward = observed(self._by_module[module], forward)
+                forwards[module] = recording.recorded(module, forward)
+            result = self._run(lambda: call_with(self.target, batch), forwards)
+        recording.finish()
+        self._refuse_uncalled(self.layers, inputs)
+        overwritten = {n for n, xs in inputs.items() if [x._version for x in xs] != versions[n]}
         if overwritten:
             # The target changed a layer's input in place after the layer had used it: keep copies
             # from now on.
             self._overwritten_inputs |= overwritten
-            return self._observe(batch, copy_outputs=copy_outputs)
-        kept = {
-            name: y for name, y in outputs.items() if copy_outputs or name not in self._overwritten_outputs
-        }
-        return CleanPass(pick_output(result, self.output).detach(), inputs, kept)
+            if outputs is not None:
+                outputs.clear()
+            return self._observe(batch, outputs)
+        return CleanPass(
+            pick_output(result, self.output).detach(),
+            {name: xs[0] if len(xs) == 1 else Calls(xs) for name, xs in inputs.items()},
+            recording,
+            frozenset(n for n, y in self.layers.items() if y.adapter.module in self._recorder.overwritten),
+        )
 
     def _verify(self, batch: Batch) -> None:
         """What must hold for a decomposition to mean anything: passes repeat, and layers are what
         their adapters say."""
         refuse_unusable(self.target)
-        with unchanged(self.target):
-            seen = self._observe(batch, copy_outputs=True)
+        outputs: dict[str, list[Activation]] = {}
+        with unchanged(self.target), self._recorder.learning():
+            seen = self._observe(batch, outputs)
             again = self._observe(batch)
         if not same(seen.output, again.output):
             raise TargetError(
@@ -324,8 +254,19 @@ class DecomposedModel(nn.Module):
                 "compared with. "
                 "Call model.eval() before decomposing, and switch off whatever else is random in it."
             )
+        if self._composites:
+            plain = pick_output(call_with(self.target, batch), self.output)
+            loosest = max((c.tolerance or 0.0 for c in self._composites.values()), default=0.0)
+            if not same(seen.output, plain, loosest or None):
+                kinds = sorted({type(c.module).__name__ for c in self._composites.values()})
+                raise TargetError(
+                    f"The target gives another output when its {', '.join(kinds)} layers are computed matrix "
+                    "by matrix. A subclass or a patched forward may do more than torch's own class. Leave their "
+                    "matrices out."
+                )
         for name, layer in self.layers.items():
-            layer.verify(seen.inputs[name], seen.outputs[name])
+            of_calls = outputs[name]
+            layer.verify(seen.inputs[name], of_calls[0] if len(of_calls) == 1 else Calls(of_calls))
 
     def inner(self, clean: CleanPass) -> dict[str, Tensor]:
         """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
@@ -335,7 +276,7 @@ class DecomposedModel(nn.Module):
         """What the importance function says of every layer, before any squashing."""
 
         def vectors(layer: DecomposedLayer) -> Callable[[], Tensor]:
-            return lambda: layer.adapter.vectors(clean.inputs[layer.name]).to(layer.subcomponents.V.dtype)
+            return lambda: layer.vectors(clean.inputs[layer.name])
 
         raw = self.importance(
             {n: LayerActivations(inner[n], vectors(layer)) for n, layer in self.layers.items()}
@@ -354,32 +295,64 @@ class DecomposedModel(nn.Module):
         clean = self.clean(batch)
         return {name: clipped(raw) for name, raw in self.raw_importances(clean, self.inner(clean)).items()}
 
-    def masked(self, batch: Batch, masks: Masks, outputs: Mapping[str, Activation] | None = None) -> Tensor:
+    def masked(
+        self,
+        batch: Batch,
+        masks: Masks,
+        clean: CleanPass | None = None,
+        first: tuple[str, Activation] | None = None,
+    ) -> Tensor:
         """The target's output when the layers in `masks` are their masked subcomponents, the others
         original.
 
-        `outputs` gives outputs of layers that need not be computed again.
+        With the clean pass on the same batch, what comes before the first masked layer is not computed
+        again. `first` gives the output of the first call of a masked layer, where it is known.
         """
-        return pick_output(self.under(masks, lambda: call_with(self.target, batch), outputs), self.output)
+        run = lambda: call_with(self.target, batch)  # noqa: E731
+        return pick_output(self.under(masks, run, clean, first), self.output)
 
     def under(
-        self, masks: Masks, run: Callable[[], Any], outputs: Mapping[str, Activation] | None = None
+        self,
+        masks: Masks,
+        run: Callable[[], Any],
+        clean: CleanPass | None = None,
+        first: tuple[str, Activation] | None = None,
     ) -> Any:
         """Whatever `run()` returns while the target's layers in `masks` are their masked subcomponents."""
+        called: dict[str, bool] = {}
 
         def replacement(layer: DecomposedLayer, mask: Mask) -> Callable[..., Activation]:
+            masked, name = layer.masked_calls(mask), layer.name
+
             def forward(*args: Any, **kwargs: Any) -> Activation:
-                return layer.masked(only_input(layer.name, args, kwargs), mask)
+                if name not in called and first is not None and first[0] == name:
+                    called[name] = True
+                    return first[1]
+                called[name] = True
+                return masked(layer.adapter.input(name, args, kwargs))
 
             return forward
 
         for name, mask in masks.items():
             self.check_mask(name, mask)
-        forwards: dict[str, Callable[..., Any]]
         with one_pass_at_a_time:
-            forwards = {name: replacement(self.layer(name), mask) for name, mask in masks.items()}
-            forwards |= {name: (lambda *args, y=y, **kwargs: y) for name, y in (outputs or {}).items()}
-            return self._run(run, forwards)
+            forwards = {
+                self.layer(name).adapter.module: replacement(self.layer(name), mask)
+                for name, mask in masks.items()
+            }
+            if clean is not None:
+                replayed = clean.recording.replayed(
+                    list(forwards), lambda module: forwards.get(module) or self._original(module)
+                )
+                forwards = forwards | replayed
+            result = self._run(run, forwards)
+        self._refuse_uncalled(masks, called)
+        return result
+
+    def target_held_fixed(self) -> AbstractContextManager[None]:
+        """While this lasts, the target must not change: beginnings of passes on batches that come again
+        are not run again."""
+        return self._recorder.keeping()
 
     def held_fixed(self) -> AbstractContextManager[None]:
         """While this lasts, passes are differentiable in their masks only, which makes them cheaper."""
@@ -403,43 +376,36 @@ class DecomposedModel(nn.Module):
         ones = {n: Mask(layer.subcomponents.U.new_ones(layer.C)) for n, layer in self.layers.items()}
         return self.masked(batch, ones)
 
-    def _run(self, run: Callable[[], Any], forwards: Mapping[str, Callable[..., Any]]) -> Any:
-        """`run()` with these forwards in place; each must be called exactly once."""
-        calls: list[str] = []
+    def _original(self, module: nn.Module) -> Callable[..., Any]:
+        """What a module does when it is neither masked nor replayed."""
+        return self._always.get((module, "forward")) or module.forward
+
+    def _run(self, run: Callable[[], Any], forwards: Mapping[nn.Module, Callable[..., Any]]) -> Any:
+        """`run()` with these forwards in place."""
         thread = threading.get_ident()
 
-        def counted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            original = self.layers[name].adapter.module.forward
+        def here(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            original = module.forward
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 if threading.get_ident() != thread:  # the user's own call of the model meanwhile
                     return original(*args, **kwargs)
-                calls.append(name)
                 return forward(*args, **kwargs)
 
             return call
 
-        modules = {self.layers[name].adapter.module: counted(name, f) for name, f in forwards.items()}
-        with overridden(modules):
-            result = run()
-        if len(calls) != len(forwards) or set(calls) != set(forwards):
-            self._explain_calls(Counter(calls), forwards)
-        return result
+        attributes = {(module, "forward"): here(module, forward) for module, forward in forwards.items()}
+        with overridden({**self._always, **attributes}):
+            return run()
 
     @staticmethod
-    def _explain_calls(calls: Counter[str], expected: Iterable[str]) -> None:
+    def _refuse_uncalled(expected: Iterable[str], called: Collection[str]) -> None:
         for name in expected:
-            if calls[name] == 0:
+            if name not in called:
                 raise LayerError(
                     f"Layer {name!r} was chosen, but the target's forward pass never calls it on this "
-                    "input (its weight may be read directly, as nn.MultiheadAttention does with "
-                    "out_proj). Leave it out of the patterns."
-                )
-            if calls[name] > 1:
-                raise LayerError(
-                    f"Layer {name!r} is called {calls[name]} times in one forward pass; rankone "
-                    "decomposes layers that are called once. Give each use a module of its own (they "
-                    "may share the weight: see `tied`), or leave it out."
+                    "input (its weight may be read directly, without calling it). Leave it out of the "
+                    "patterns; for a plain parameter, see `matrices.parameters`."
                 )
 
 

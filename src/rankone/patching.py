@@ -6,7 +6,6 @@ subcomponents.
 """
 
 import copy
-import fnmatch
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankone.adapters import Activation, Structured, dense
+from rankone.adapters import dense
 from rankone.errors import LayerError, TargetError, near_matches
 from rankone.files import digest_of
 
@@ -24,64 +23,13 @@ OutputGetter = Callable[[Any], Tensor] | str | int | None
 result itself."""
 
 
-def choose_layers(target: nn.Module, patterns: Mapping[str, Any]) -> dict[str, int]:
-    """The layers that the patterns name, in the target's order, each with its C.
-
-    Modules that own no matrix (containers, activations, norms) are passed over when a pattern with
-    a wildcard happens to match them. A module that does own one but has no adapter is an error,
-    never skipped.
-    """
-    if not patterns:
-        raise LayerError(
-            "No layers were chosen: give at least one name pattern with its number of subcomponents."
-        )
-    modules = {name: module for name, module in target.named_modules() if name}
-    aliases = {
-        name: module for name, module in target.named_modules(remove_duplicate=False) if name not in modules
-    }
-    found: dict[str, str] = {}
-    for pattern, C in patterns.items():
-        if not isinstance(pattern, str) or not pattern:
-            raise LayerError(f"{pattern!r} is no name pattern; write the name of a layer, or '*' for all.")
-        if isinstance(C, bool) or not isinstance(C, int) or not 1 <= C <= 10**6:
-            raise LayerError(
-                f"Pattern {pattern!r} asks for C = {C!r} subcomponents; C must be a whole number "
-                "of at least 1 (and at most a million)."
-            )
-        hits = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
-        matrices = [n for n in hits if n == pattern or _owns_matrix(modules[n])]
-        if not matrices:
-            able = [n for n in modules if _owns_matrix(modules[n])]
-            if pattern in aliases:
-                first = next(n for n, m in modules.items() if m is aliases[pattern])
-                raise LayerError(
-                    f"Pattern {pattern!r} is a second name of the module {first!r}. Use {first!r}."
-                )
-            if not modules and _owns_matrix(target):
-                raise LayerError(
-                    f"The target is a bare {type(target).__name__}, so it has no layers to name. "
-                    "Wrap it: nn.Sequential(model)."
-                )
-            seen = "matches no module" if not hits else f"matches {hits[0]!r}, which has no weight matrix,"
-            raise LayerError(
-                f"Pattern {pattern!r} {seen} in {type(target).__name__}. {near_matches(pattern, able)}"
-            )
-        for name in matrices:
-            if name in found:
-                raise LayerError(
-                    f"Layer {name!r} is matched twice, by the patterns {found[name]!r} and {pattern!r}. "
-                    "Each layer must be matched by exactly one pattern."
-                )
-            found[name] = pattern
-    return {name: patterns[found[name]] for name in modules if name in found}
-
-
 one_pass_at_a_time = threading.RLock()
 """A pass changes `forward` of modules that threads may share: passes take turns."""
 
 
 class overridden:  # noqa: N801 (a context manager)
-    """Override `forward` on these module instances, and put everything back on the way out.
+    """Override attributes of module instances, such as `forward`, and put everything back on the way
+    out.
 
     A class, because that costs half as much as a generator, and a step enters several.
 
@@ -89,24 +37,26 @@ class overridden:  # noqa: N801 (a context manager)
     meanwhile.
     """
 
-    def __init__(self, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
-        self.forwards = forwards
+    def __init__(self, attributes: Mapping[tuple[nn.Module, str], Any]) -> None:
+        self.attributes = attributes
 
     def __enter__(self) -> None:
-        self.before = [(module, module.__dict__.get("forward")) for module in self.forwards]
+        self.before = [(module, name, module.__dict__.get(name, _ABSENT)) for module, name in self.attributes]
         self.fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        for module, forward in self.forwards.items():
-            module.__dict__["forward"] = forward
+        for (module, name), value in self.attributes.items():
+            module.__dict__[name] = value
 
     def __exit__(self, *_: object) -> None:
         torch.backends.mha.set_fastpath_enabled(self.fused)
-        for module, original in self.before:
-            if original is None:
-                module.__dict__.pop("forward", None)
+        for module, name, original in self.before:
+            if original is _ABSENT:
+                module.__dict__.pop(name, None)
             else:
-                module.__dict__["forward"] = original
+                module.__dict__[name] = original
 
+
+_ABSENT: Any = object()
 
 _freezers: dict[nn.Parameter, int] = {}
 """Parameters that are frozen now -> how many threads or nested calls froze them."""
@@ -169,11 +119,13 @@ def pick_output(result: Any, getter: OutputGetter) -> Tensor:
     return picked
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding. (Integers, as some getters give them, must be equal.)"""
+def same(a: Tensor, b: Tensor, relative: float | None = None) -> bool:
+    """Equal up to rounding, or up to a share of the largest. (Integers, as some getters give them, must
+    be equal.)"""
     if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
         return torch.equal(a, b)
-    tolerance = torch.finfo(a.dtype).eps ** 0.5 * max(1.0, float(b.abs().max()))
+    size = max(1.0, float(b.abs().max())) if b.numel() else 1.0
+    tolerance = (torch.finfo(a.dtype).eps ** 0.5 if relative is None else relative) * size
     return torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
 
 
@@ -202,16 +154,6 @@ def unchanged(target: nn.Module) -> Iterator[None]:
             f"The target changes its own state when it is run ({changed[0]}). Call model.eval() before "
             "decomposing; if it is in eval mode already, take out what counts or remembers."
         )
-
-
-def only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Activation:
-    given = [*args, *kwargs.values()]
-    if len(given) != 1 or not isinstance(given[0], Tensor | Structured):
-        kinds = ", ".join(type(g).__name__ for g in given) or "nothing"
-        raise LayerError(
-            f"Layer {name!r} is called with ({kinds}); rankone decomposes layers that take one tensor."
-        )
-    return given[0]
 
 
 def refuse_unusable(target: Any) -> None:
@@ -281,12 +223,3 @@ def insert_identity(model: nn.Module, layer: str, width: int | None = None) -> n
     parent, _, leaf = layer.rpartition(".")
     setattr(changed.get_submodule(parent), leaf, with_identity)
     return changed
-
-
-def _owns_matrix(module: nn.Module) -> bool:
-    if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
-        return True
-    weight = getattr(
-        module, "weight", None
-    )  # a parametrised, tied or frozen weight is no parameter of its own
-    return isinstance(weight, Tensor) and weight.dim() >= 2

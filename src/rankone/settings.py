@@ -9,7 +9,7 @@ rankone hang: it gives plain values or a ConfigError.
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -229,10 +229,33 @@ def _problem(cls: type[BaseModel], values: Any, problem: Any) -> str:
     path = ".".join(str(part)[:100] for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         siblings = group.model_fields if isinstance(group, type) else ()
-        return f"  {path}: unknown setting. {near_matches(str(name), siblings) if siblings else ''}".rstrip()
+        elsewhere = [known for known, _, _ in fields(cls, {})]
+        return (
+            f"  {path}: unknown setting. {meant(str(name), siblings, elsewhere) if siblings else ''}".rstrip()
+        )
     message = str(problem["msg"]).removeprefix("Value error, ")
     got = "" if problem["type"] == "value_error" else f" (got {shown(problem['input'])})"
     return f"  {path or 'settings'}: {message}{got}"
+
+
+NO_SETTING = {
+    "device": "A decomposition is made where the network is: move that, model.to('cuda').",
+    "learning_rate": "Did you mean 'optimizer.lr'?",
+    "epochs": "Training is counted in `steps`.",
+    "batch_size": "Batches are as large as your data makes them.",
+    "C": "The number of subcomponents is given with the layers: {'fc1': 20}.",
+}
+"""What people look for among the settings and is called otherwise, or is no setting."""
+
+
+def meant(name: str, siblings: Iterable[str], everything: Iterable[str] = ()) -> str:
+    """A sentence about a name that is no setting here: what it may be meant to be."""
+    if name in NO_SETTING:
+        return NO_SETTING[name]
+    same_leaf = [path for path in everything if path.rpartition(".")[2] == name]
+    if same_leaf:
+        return "Did you mean " + " or ".join(shown(path) for path in same_leaf[:3]) + "?"
+    return near_matches(name, siblings)
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -284,8 +307,16 @@ def set_setting(values: dict[str, Any], settings: type[BaseModel], key: str, val
         raise ConfigError(f"{key} cannot be set, because {'.'.join(parents)} was set to a plain value.")
     if not isinstance(inside, dict) or (key not in known and leaf not in inside):
         raise ConfigError(
-            f"There is no setting {shown(key)}. {near_matches(key, known)} See `rankone config explain`."
+            f"There is no setting {shown(key)}. {meant(key, known, known)} See `rankone config explain`."
         )
+    inner = _inside(group, leaf, value)
+    if isinstance(inner, Registry) and isinstance(value, dict) and isinstance(inside.get(leaf), dict):
+        # What is not named stays, as in Python: one loss that is changed must not drop the others.
+        before = inside[leaf]
+        value = before | {
+            k: before[k] | v if isinstance(v, dict) and isinstance(before.get(k), dict) else v
+            for k, v in value.items()
+        }
     inside[leaf] = value
 
 

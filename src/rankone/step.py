@@ -108,8 +108,10 @@ class Step:
     @staticmethod
     @contextmanager
     def ready(model: DecomposedModel) -> Iterator[None]:
-        """What an engine keeps from step to step of one training run: here, nothing."""
-        yield
+        """What an engine keeps from step to step of one training run: here, what comes before all
+        decomposed layers on batches that come again."""
+        with model.target_held_fixed():
+            yield
 
     def importances(self) -> dict[str, Tensor]:
         """Raw importances of every layer, from the clean pass."""
@@ -159,7 +161,7 @@ class Step:
 
     def output(self, masks: Masks) -> Tensor:
         """The target's output when these layers are masked."""
-        return self.model.masked(self.batch, masks)
+        return self.model.masked(self.batch, masks, self.clean)
 
     def distance(self, output: Tensor) -> Float[Tensor, ""]:
         """How far an output is from the clean one, averaged over the data; in single precision at
@@ -199,6 +201,7 @@ class Step:
                 )
         stacked = torch.stack(list(values.values()))
         if self.balance is not None:
+            self.balance.watch(self.raw, self.weights, self.index)
             weights = torch.stack(self.balance.weights(self.terms, values, self.progress))
             return stacked @ weights.to(stacked.dtype), values
         coefficients = [term.coefficient_at(self.progress) for term in self.terms.values()]
@@ -215,7 +218,9 @@ def relative_faithfulness(model: DecomposedModel) -> Float[Tensor, ""]:
     for name, layer in model.layers.items():
         if name not in model.tied:
             W = layer.matrix()
-            shares.append(F.mse_loss(layer.subcomponents.weight(), W) / W.square().mean().clamp(min=1e-30))
+            size = W.square().mean()
+            # A matrix of zeros has no size to be a share of.
+            shares.append(F.mse_loss(layer.subcomponents.weight(), W) / torch.where(size > 0, size, 1.0))
     return torch.stack(shares).mean()
 
 

@@ -8,7 +8,7 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from types import FrameType
@@ -21,6 +21,7 @@ from rankone.balance import MEASURED_BATCHES, Balance, in_units_of_data
 from rankone.checkpoint import (
     checkpoint_names,
     described,
+    load_earlier,
     load_newest,
     load_parameters,
     refuse_other_layers,
@@ -29,7 +30,8 @@ from rankone.checkpoint import (
 )
 from rankone.components import DATA_INITS
 from rankone.config import DecompositionConfig
-from rankone.data import Data, batch_digest, batches, first_batch_digest, to_device
+from rankone.consolidate import consolidate
+from rankone.data import Data, batch_digest, batches, first_batch_digest, generator_for, to_device
 from rankone.errors import RankoneError, TrainingError
 from rankone.fast.compiled import kernels_digest
 from rankone.fast.step import FastStep
@@ -47,13 +49,21 @@ ENGINES: dict[str, type[Step]] = {"exact": Step, "fast": FastStep}
 
 
 class Interrupted(RankoneError):
-    """Training stopped on a signal; its state is on disk."""
+    """Training stopped on a signal; what was trained is on disk, or in this exception."""
 
-    def __init__(self, step: int, steps: int, checkpoint: str, signum: int) -> None:
-        super().__init__(
-            f"Interrupted at step {step} of {steps}; everything is saved in {checkpoint}. "
-            "decompose(..., resume=True) goes on from there."
+    decomposition: Any = None
+    """The `Decomposition` as far as it came, where `decompose` was interrupted."""
+
+    def __init__(self, step: int, steps: int, checkpoint: str | None, signum: int) -> None:
+        where = (
+            f"everything is saved in {checkpoint}. decompose(..., resume=True) goes on from there."
+            if checkpoint
+            else "what was trained is the `decomposition` of this exception: `except "
+            "rankone.train.Interrupted as stop: result = stop.decomposition`, or afterwards, in a notebook, "
+            "`import sys; result = sys.last_value.decomposition`. decompose(..., start_from=result) goes "
+            "on with it; with out= a run can be resumed exactly."
         )
+        super().__init__(f"Interrupted at step {step} of {steps}; {where}")
         self.step = step
         self.signum = signum
 
@@ -70,8 +80,10 @@ class Training:
         divergence: Divergence | None = None,
         directory: RunDirectory | None = None,
         observer: Observer | None = None,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.data, self.config = model, data, config
+        self.start = start
         self.directory, self.observer = directory, observer
         self.divergence = divergence or DIVERGENCES.get(config.divergence)
         self.engine = ENGINES[config.engine]
@@ -96,14 +108,18 @@ class Training:
             self.history = metrics.records
         finished = False
         try:
-            with self.ready(), _stop_on_signal(self.directory is not None) as stop:
+            signals = (signal.SIGINT, signal.SIGTERM) if self.directory is not None else (signal.SIGINT,)
+            with self.ready(), _stop_on_signal(signals) as stop:
                 if self.step == 0:
                     if self.config.init in DATA_INITS:
                         first = batches(self.data, self.config.seed, stream="init")
                         self.model.start_from_data(first, self.config.seed)
-                    self._warm_up()
+                    if self.start is None:
+                        self._warm_up()
                     if self.config.relative:
                         self._measure()
+                    if self.start is not None:  # last: what was learned has its units already
+                        load_earlier(self.model, self.start)
                 if self.config.relative:
                     self._use_measured()
                 self._loop(metrics, stop)
@@ -166,12 +182,15 @@ class Training:
         self.memory |= {
             f"unit/{name}": torch.tensor(unit, dtype=torch.float64) for name, unit in units.items()
         }
-        costs = []
+        costs, alone = [], []
         with torch.no_grad():
             for i, batch in enumerate(first):
                 step = Step(self.model, batch, {}, self.divergence, seed=self.config.seed, index=i)
-                costs.append(float(step.distance(step.output(step.masks("zero", 0)))))
-        Balance(self.memory).set_everything(costs)
+                nothing = step.masks("zero", 0)
+                costs.append(float(step.distance(step.output(nothing))))
+                each = step.routed(nothing, "layerwise", 0)
+                alone.append(sum(float(step.distance(step.output(masks))) for masks in each))
+        Balance(self.memory).set_everything(costs, alone)
 
     def _use_measured(self) -> None:
         self.balance = Balance(self.memory)
@@ -186,8 +205,11 @@ class Training:
         stream = batches(self.data, config.seed, start=self.step)
         began = time.perf_counter() - self.seconds
         last_time, last_step = time.perf_counter(), self.step
+        moments = {round(share * config.steps) for share in config.consolidate_at}
         while self.step < config.steps:
             index = self.step
+            if index in moments:
+                self._consolidate(index)
             batch = next(stream)
             step, total, terms = self.take_step(index, to_device(batch, self.model.device))
             self.step = index + 1
@@ -208,9 +230,19 @@ class Training:
                 path = self._save(metrics, total, batch)
                 if stop.signum and self.step < config.steps:
                     raise Interrupted(self.step, config.steps, path, stop.signum)
+            elif stop.signum and self.step < config.steps:
+                self.seconds = time.perf_counter() - began
+                self.optimizer.zero_grad()
+                raise Interrupted(self.step, config.steps, None, stop.signum)
         self.seconds = time.perf_counter() - began
         self._refuse_non_finite_state()
         self.optimizer.zero_grad()
+
+    def _consolidate(self, index: int) -> None:
+        stream = batches(self.data, self.config.seed, stream="consolidate")
+        drawn = [to_device(batch, self.model.device) for batch in islice(stream, MEASURED_BATCHES)]
+        generator = generator_for(self.config.seed, "consolidate", index)
+        consolidate(self.model, drawn, self.optimizer, generator)
 
     def _record(self, step: Step, total: Tensor, terms: dict[str, Tensor]) -> Record:
         self._refuse_non_finite(step.index, total)
@@ -305,13 +337,13 @@ class _Stop:
 
 
 @contextmanager
-def _stop_on_signal(enabled: bool) -> Iterator[_Stop]:
-    """Turn the first SIGINT or SIGTERM into a request to save and stop; a second one acts as usual."""
+def _stop_on_signal(signals: tuple[signal.Signals, ...]) -> Iterator[_Stop]:
+    """Turn the first of these signals into a request to save and stop; a second one acts as usual."""
     stop = _Stop()
-    if not enabled or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.getsignal(s) for s in signals}
 
     def handle(signum: int, frame: FrameType | None) -> None:
         stop.signum = signum

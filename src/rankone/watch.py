@@ -4,90 +4,118 @@ What is shown is console.py's affair; here is what a run does when it is interru
 reads its output any more, or when others still go on.
 """
 
+import json
 import shlex
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 
 from rankone.checkpoint import checkpoint_names
 from rankone.collection import bench
 from rankone.collection.page import table, write
 from rankone.collection.split import half_of
-from rankone.console import (
-    READER_GONE,
-    ParallelDisplay,
-    RunDisplay,
-    Terminated,
-    note,
-    print_notes,
-    print_seeds,
-    print_table,
-    say,
-)
+from rankone.console import ParallelDisplay, print_notes, print_seeds, print_table
 from rankone.files import RunDirectory
 from rankone.paper.plan import RunSpec, keeper, missing_runs
+from rankone.progress import RunDisplay
 from rankone.report.page import can_report, write_report
 from rankone.runs.config import RunConfig
 from rankone.runs.many import MOST_JOBS, MOST_SEEDS, ParallelRun, bounded, jobs_for, run_all, seed_runs
 from rankone.runs.run import cores, program, run, with_threads
 from rankone.runs.summary import Summary
+from rankone.terminal import READER_GONE, note, say, write_text
 from rankone.train import Interrupted
+from rankone.tune import FIGURE, ConfiguredWork, can_draw, refuse_senseless, tune_work
 
 
-def run_one(config: RunConfig, out: Path, resume: bool) -> Summary:
+class Terminated(BaseException):
+    """SIGTERM, as an exception."""
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+@contextmanager
+def _unwinding_when_terminated() -> Iterator[None]:
+    """Meanwhile, SIGTERM unwinds like Ctrl-C does, so that the terminal is left as it was; training has
+    a handler of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_one(config: RunConfig, out: Path, resume: bool, *, quiet: bool = False) -> Summary:
     """Do one run and show how it goes; an interrupted one says how to go on, and ends the command."""
-    print_notes(config)
-    say(f"{_title(config)}, seed {config.seed}, {config.steps:,} steps, into {out}")
+    tell: Callable[..., None] = (lambda *_: None) if quiet else note
+    if not quiet:
+        print_notes(config)
+    tell(f"{_title(config)}, seed {config.seed}, {config.steps:,} steps, into {out}")
     if resume:
         newest = _newest_checkpoint(out)
-        say(f"Resuming from {newest.name}." if newest else "There is no checkpoint yet: starting at step 0.")
-    go_on = f"Go on with: {program()} run {shlex.quote(str(out))} --resume"
+        tell(f"Resuming from {newest.name}." if newest else "There is no checkpoint yet: starting at step 0.")
+    go_on = f"Go on with: {program()} run {shlex.quote(str(out))} --resume{config.target.again}"
     report = write_report if can_report() else None
-    display = RunDisplay(config.steps)
+    display = None if quiet else RunDisplay(config.steps)
     try:
-        with display:
-            return run(config, out, resume=resume, observer=display, say=display.say, report=report)
+        with _unwinding_when_terminated(), display or nullcontext():
+            say_so = tell if display is None else display.say
+            return run(config, out, resume=resume, observer=display, say=say_so, report=report)
     except Interrupted as stop:
         note(
             f"\nInterrupted at step {stop.step} of {config.steps}; everything is saved in "
             f"{_newest_checkpoint(out)}.\n{go_on}"
         )
-        raise SystemExit(READER_GONE if display.reader_gone else 128 + stop.signum) from None
+        gone = display is not None and display.reader_gone
+        raise SystemExit(READER_GONE if gone else 128 + stop.signum) from None
     except (KeyboardInterrupt, Terminated) as stop:  # before or after training: there is nothing to save
         note(f"\nInterrupted. {go_on}" if (out / "config.yaml").exists() else "\nInterrupted.")
         raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)) from None
 
 
-def run_seeds(config: RunConfig, out: Path | None, seeds: int, jobs: int | None, resume: bool) -> bool:
-    """Do several seeds and show how they go; whether all of them worked.
+def run_seeds(
+    config: RunConfig, out: Path | None, seeds: int, jobs: int | None, resume: bool, *, quiet: bool = False
+) -> tuple[list[ParallelRun], Path, bool]:
+    """Do several seeds and show how they go: the runs, where their numbers are, whether all of them worked.
 
     Each seed gets a directory of its own, in `out` or in runs/.
     """
-    print_notes(config)
+    if not quiet:
+        print_notes(config)
     config = with_threads(config, None, note)
     runs = seed_runs(config, seeds, out)
     first, last = runs[0].config.seed, runs[-1].config.seed
-    name = f"{config.experiment}-{config.preset}-seeds{first}-{last}"
-    together = RunDirectory.claim(out or Path("runs") / name)
+    together = RunDirectory.claim(out or Path("runs") / f"{config.label}-seeds{first}-{last}")
     for one in runs:
         if one.out.parent == together.path:
             together.sub(one.out.name)  # refuses a link
     at_a_time = min(seeds, jobs_for(config, jobs))
-    say(
-        f"{_title(config)}, seeds {first} to {last}, {config.steps:,} steps, {at_a_time} at a time, "
-        f"into {runs[0].out.parent}"
-    )
+    if not quiet:
+        note(
+            f"{_title(config)}, seeds {first} to {last}, {config.steps:,} steps, {at_a_time} at a time, "
+            f"into {runs[0].out.parent}"
+        )
     began = time.monotonic()
-    stopped = _run_all(runs, at_a_time, resume=resume)
-    print_seeds(runs, time.monotonic() - began)
+    stopped = _run_all(runs, at_a_time, resume=resume, quiet=quiet)
+    seconds = time.monotonic() - began
     summaries = [run.summary.to_json() for run in runs if run.summary is not None]
     together.write_json("seeds.json", {"seeds": [run.config.seed for run in runs], "runs": summaries})
-    say(f"Numbers: {together.path / 'seeds.json'}; each seed's report is in its directory.")
     if stopped:
+        print_seeds(runs, seconds)
         note("Interrupted; everything is saved. Go on with the same command and --resume.")
         raise SystemExit(128 + stopped)
-    return len(summaries) == len(runs)
+    if not quiet:
+        note(f"{seconds:.0f} s in all")
+    return runs, together.path / "seeds.json", len(summaries) == len(runs)
 
 
 def _run_all(
@@ -96,9 +124,12 @@ def _run_all(
     *,
     resume: bool,
     observer: Callable[[Sequence[ParallelRun]], None] = lambda _: None,
+    quiet: bool = False,
 ) -> int:
     """Do several runs and show how they go; 0, or the signal that stopped them."""
     report = write_report if can_report() else None
+    if quiet:
+        return run_all(runs, jobs=jobs, resume=resume, observer=observer, report=report)
     with ParallelDisplay() as display:
 
         def observe(runs: Sequence[ParallelRun]) -> None:
@@ -155,6 +186,64 @@ def run_benchmark(
     about = {"method": "rankone.decompose", "settings": " ".join(method.assignments)} | bench.versions()
     say(f"Page: {write(directory, results, about)}")
     raise SystemExit(any(result.judgement is None for result in results))
+
+
+def run_tune(
+    config: RunConfig,
+    trials: int,
+    out: Path | None,
+    storage: str | None,
+    study: str | None,
+    as_json: bool,
+    command: str,
+) -> None:
+    """Work on the trade-off of a network and show how it goes; then one table and one figure."""
+    out = out or Path("runs") / f"{config.run_name}-tune"
+    refuse_senseless(ConfiguredWork(config), trials, storage)
+    config = with_threads(config, None, note)
+    note(
+        f"{_title(config)}, seed {config.seed}, {config.steps:,} steps each, until {trials} "
+        f"trial{'s are' if trials != 1 else ' is'} finished, into {out}"
+    )
+    shown: list[RunDisplay] = []
+
+    def display(number: int, factor: float) -> RunDisplay:
+        note(f"Trial {number}: pressure x{factor:g}")
+        shown.append(RunDisplay(config.steps))
+        return shown[-1]
+
+    try:
+        with _unwinding_when_terminated():
+            curve = tune_work(
+                ConfiguredWork(config),
+                trials,
+                out,
+                name=study or f"{config.experiment}-{config.preset}-seed{config.seed}",
+                storage=storage,
+                display=display,
+                say=note,
+            )
+    except (Interrupted, KeyboardInterrupt, Terminated) as stop:
+        note(
+            "\nInterrupted; finished trials and the newest checkpoint are kept. Go on with the same command."
+        )
+        signum = stop.signum if isinstance(stop, Interrupted) else signal.SIGINT
+        signum = signal.SIGTERM if isinstance(stop, Terminated) else signum
+        gone = bool(shown) and shown[-1].reader_gone
+        raise SystemExit(READER_GONE if gone else 128 + signum) from None
+    if as_json:
+        write_text(json.dumps(curve.to_dict(), indent=2) + "\n")
+        return
+    print_table(curve.table())
+    settings = " ".join(f"{name}={value!r}" for name, value in curve.recommended.settings.items())
+    say(f"\nUse it: {program()} run {command} {settings}")
+    made = curve.path(curve.recommended)
+    if made is not None:
+        say(f"It is made already: {made}")
+    if can_draw():
+        say(f"Figure: {out / FIGURE}")
+    else:
+        note("Note: matplotlib is missing, so there is no figure. pip install 'rankone[report]'")
 
 
 def _title(config: RunConfig) -> str:

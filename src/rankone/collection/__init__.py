@@ -2,7 +2,8 @@
 
 base.py says what a network of the collection is; each family is one file; split.py says which half a
 network belongs to; judge.py compares any decomposition with the truth; bench.py runs a method over
-the collection. docs/benchmark.md shows how to do that with a method of your own.
+the collection, and apd.py is one, the predecessor. docs/benchmark.md shows how to do that with a
+method of your own.
 """
 
 from rankone.collection import attention, blocks, circuits, dense, depth, paper, superposition

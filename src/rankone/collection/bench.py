@@ -59,7 +59,8 @@ class Rankone:
 
     def __call__(self, network: KnownNetwork, seed: int) -> Found:
         config = self.config(seed, network.tied, network.divergence)
-        return decompose(network.model, network.data, network.layers, config, output=network.output)
+        known = (network.model, network.data, network.layers, config)
+        return decompose(*known, output=network.output, progress=False)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,10 @@ def versions() -> dict[str, str]:
 def _code() -> str:
     """A digest of the code that decomposes and judges; not of what only shows results."""
     root = Path(rankone.__file__).parent
-    shown_only = {"console.py", "watch.py", "cli.py", "__main__.py"}
+    shown_only = {
+        "console.py", "watch.py", "cli.py", "__main__.py", "terminal.py", "progress.py", "describe.py",
+        "tables.py", "views.py", "looking.py", "editing.py", "options.py", "config_commands.py",
+    }  # fmt: skip
     counted = [path for path in sorted(root.glob("*.py")) if path.name not in shown_only]
     counted += [*sorted((root / "fast").glob("*.py")), root / "collection" / "judge.py"]
     return sha256(b"\n".join(path.read_bytes() for path in counted))[:16]

@@ -220,7 +220,7 @@ def with_support(network: KnownNetwork) -> KnownNetwork:
     for batch in islice(batches(network.data, 0, stream="evaluation"), SUPPORT_BATCHES):
         clean = model.clean(batch)
         for name in wanted:
-            a = model.layer(name).adapter.vectors(clean.inputs[name])
+            a = model.layer(name).vectors(clean.inputs[name])
             inputs[name].append(a.reshape(-1, a.shape[-1]).double())
     truth = dict(network.truth)
     for name in wanted:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rankone.collection.base import Dense, KnownNetwork, Mechanisms, Truth, columns, register, rows
 from rankone.model import DecomposedModel
-from rankone.patching import choose_layers
+from rankone.naming import choose_layers
 from rankone.runs.config import experiment_config
 
 NAMES = {
@@ -22,7 +22,7 @@ NAMES = {
 
 
 def _build(name: str) -> KnownNetwork:
-    config = experiment_config(name)
+    config = experiment_config(name, preset="tuned")
     target = config.target
     model, probe = target.load(), target.probe()
     assert probe is not None
@@ -53,7 +53,7 @@ def _build(name: str) -> KnownNetwork:
         truth,
         probe,
         partial(_needed, known),
-        tied=dict(config.tied),
+        tied=dict(config.tied or {}),
         divergence=config.divergence,
         output=target.output,
         quality=target.check(model)[1],
@@ -65,8 +65,8 @@ def _brought(model: nn.Module, layer: str, probe: Tensor) -> Tensor:
     """The directions in which single features reach a layer: half of the way from their negative to
     their positive probe. In later blocks it is bent by the ReLUs before, so there the truth is not exact."""
     decomposed = DecomposedModel(model, {layer: 1}, importance="linear")
-    adapter = decomposed.layer(layer).adapter
-    up, down = (adapter.vectors(decomposed.clean(x).inputs[layer]) for x in (probe, -probe))
+    of = decomposed.layer(layer)
+    up, down = (of.vectors(decomposed.clean(x).inputs[layer]) for x in (probe, -probe))
     return ((up - down) / (2 * probe.max())).T.contiguous()
 
 

@@ -22,6 +22,7 @@ from rankone.fast.factored import Factored
 from rankone.fast.gates import Gate, Gated, gated
 from rankone.fast.products import Memo, keeping_constants, rows_times, sharing
 from rankone.importance import PerLayer
+from rankone.layer import Calls
 from rankone.losses import Sparsity, mse
 from rankone.masks import SOURCES, Mask, Masks, MaskSource, random_delta
 from rankone.model import DecomposedModel
@@ -51,7 +52,7 @@ class FastStep(Step):
             if isinstance(adapter, LinearAdapter):
                 layer.adapter = OrderedLinear(adapter)
         try:
-            with keeping_constants():
+            with model.target_held_fixed(), keeping_constants():
                 yield
         finally:
             for layer, adapter in plain:
@@ -63,7 +64,7 @@ class FastStep(Step):
         functions = self.model.importance.functions
         losses = [term for term in self.terms.values() if isinstance(term, Sparsity)]
         self._shape = losses[0].penalty(self.progress) if losses else None
-        self._prices = losses[0].prices(self.inner) if losses else {}
+        self._prices = losses[0].prices(self.inner, self.balance) if losses else {}
         gates = {name: Gate(f, self.inner[name], self.mask_key(name, 0)) for name, f in functions.items()}
         self._gated, self._penalty = gated(gates, self._shape, self.weights, self.mask_settings, self._prices)
         return {
@@ -83,17 +84,14 @@ class FastStep(Step):
         return self._masks[key]
 
     def output(self, masks: Masks) -> Tensor:
-        """Up to the first masked layer a pass is the clean one, and that layer's input is the clean
-        one."""
+        """Up to the first masked layer a pass is the clean one, and so is that layer's input."""
         for name, mask in masks.items():
             self.model.check_mask(name, mask)
-        order = list(self.clean.inputs)
-        first = min((order.index(name) for name in masks), default=len(order))
-        outputs = {name: self.clean.outputs[name] for name in order[:first] if name in self.clean.outputs}
-        if masks:
-            name = order[first]
-            outputs[name] = self._first_output(name, masks[name])
-        return self.model.masked(self.batch, masks, outputs)
+        first = next((name for name in self.clean.inputs if name in masks), None)
+        if first is None or isinstance(self.clean.inputs[first], Calls):
+            return self.model.masked(self.batch, masks, self.clean)
+        known = first, self._first_output(first, masks[first])
+        return self.model.masked(self.batch, masks, self.clean, known)
 
     def _first_output(self, name: str, mask: Mask) -> Activation:
         key = (name, id(mask.values), id(mask.where), id(mask.delta), torch.is_grad_enabled())
@@ -108,7 +106,7 @@ class FastStep(Step):
             if name not in self._rest:
                 self._rest[name] = layer.rest(self.clean.inputs[name])
             output = layer.write_with_rest(h, mask, self._rest[name], known)
-        if name in self.clean.outputs:  # unless the target overwrites what this layer returns
+        if name not in self.clean.overwritten:
             self._written[key] = mask, output
         return output
 
@@ -155,7 +153,7 @@ class OrderedLinear(Adapter):
     def __init__(self, plain: LinearAdapter) -> None:
         super().__init__(plain.module)
         self.plain = plain
-        self.vectors = plain.vectors
+        self.input, self.vectors = plain.input, plain.vectors
         # A subclass that reads or writes in its own way goes on doing so.
         if type(plain).read is not LinearAdapter.read:
             self.read = plain.read

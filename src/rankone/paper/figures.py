@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankone.files import RunDirectory
-from rankone.paper.plan import EXPERIMENTS, FIGURE_RUNS, RESIDUAL, TMS, left_out
+from rankone.paper.plan import EXPERIMENTS, FIGURE_RUNS, PRESET, RESIDUAL, TMS, left_out
 from rankone.paper.tables import Table, make_tables
 from rankone.report import plots
-from rankone.report.plots import Picture
+from rankone.report.canvas import Picture, to_svg
 from rankone.runs.kept import KeptRun
 
 
@@ -16,7 +16,7 @@ def draw_weights(runs: Sequence[KeptRun]) -> list[Picture]:
     """Weight columns or matrices, and network diagrams, of one of the models of superposition."""
     (run,) = runs
     worth = {name: check.expected for name, check in run.summary.checks.items()}
-    return plots.weight_pictures(run.views, run.config.tied, worth)
+    return plots.weight_pictures(run.views, run.config.tied or {}, worth)
 
 
 def draw_importances(runs: Sequence[KeptRun]) -> list[Picture]:
@@ -44,7 +44,7 @@ def draw_splitting(runs: Sequence[KeptRun]) -> list[Picture]:
     for run in runs:
         layers = experiments.setdefault(run.summary.experiment, {})
         for name, check in run.summary.checks.items():
-            if name not in run.config.tied:
+            if name not in (run.config.tied or {}):
                 point = (run.config.layers[name], run.summary.n_alive[name], check.expected)
                 layers.setdefault(name, []).append(point)
     figure = plots.alive_by_capacity(experiments)
@@ -90,7 +90,7 @@ def make(
     for preset in presets:
         if not any(run.summary.preset == preset for run in runs.values()):
             continue
-        ending = "" if preset == "default" else f"-{preset}"
+        ending = "" if preset == PRESET else f"-{preset}"
         for figure in chosen:
             specs = FIGURE_RUNS[figure].of(preset)
             data = FIGURE_RUNS[figure].data
@@ -105,6 +105,6 @@ def make(
             for picture in FIGURES[figure]([runs[spec.name] for spec in specs]):
                 stem = f"{of}{picture.name}"
                 file = f"figures/{stem}{ending}.svg"
-                out.write(file, plots.to_svg(picture.figure, stem))
+                out.write(file, to_svg(picture.figure, stem))
                 paths.append(out.path / file)
     return Reproduction(tables, paths, undrawn, not_counted)

@@ -6,20 +6,33 @@ set into the page.
 """
 
 import re
+import shlex
+from collections.abc import Mapping
+from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from rankone.decomposition import Decomposition
+from rankone.data import Data
+from rankone.decomposition import LOOK_AT, Decomposition
+from rankone.describe import percent
+from rankone.errors import ConfigError
 from rankone.evaluate import Evaluation
-from rankone.files import RunDirectory
+from rankone.files import RunDirectory, write_atomic
+from rankone.findings import ATTACKED, DELETED, UNMASKED
+from rankone.looking import Usage, usage
+from rankone.measures import ATTACK_STEPS
 from rankone.metrics import CERTAIN, IMPORTANT
 from rankone.report import plots
-from rankone.report.plots import Picture
+from rankone.report.alive import alive_layers, sample_picture
+from rankone.report.canvas import Picture, to_svg
 from rankone.runs.config import RunConfig
-from rankone.runs.run import program
+from rankone.runs.own import python_config
+from rankone.runs.run import program, summarised
 from rankone.runs.summary import Summary
 from rankone.settings import to_yaml
+from rankone.targets.own import Own
 
 MASK_MEANINGS = {
     "ones": "all subcomponents kept",
@@ -41,6 +54,10 @@ SHARE_MEANINGS = {
 }
 
 
+DENSE = 0.5
+"""When more than this share of the alive subcomponents is on at once, a decomposition says little."""
+
+
 def can_report() -> bool:
     """Whether the extra `report` is installed."""
     return find_spec("matplotlib") is not None and find_spec("jinja2") is not None
@@ -54,22 +71,65 @@ def write_report(
     summary: Summary,
 ) -> Path:
     """Draw the figures and write report.html into a run directory; return its path."""
+    page, drawings = make_page(config, result, evaluation, summary, directory.path)
+    for name, svg in drawings.items():
+        directory.write(name, svg)
+    for old in set(directory.names("figures/")) - set(drawings):
+        directory.remove(old)
+    # A path that is no UTF-8 holds surrogates, which cannot be written: a letter is lost, not a run.
+    directory.write("report.html", page.encode("utf-8", "replace"))
+    return directory.path / "report.html"
+
+
+def report_on(result: Decomposition, path: str | Path, data: Data | None = None) -> Path:
+    """Write a report about any decomposition as one file, and return where."""
+    if not can_report():
+        raise ConfigError(
+            "A report needs matplotlib and jinja2. Install them with: pip install 'rankone[report]'"
+        )
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{path} does not end in .html: a report is one page, such as report.html.")
+    given = result.data_or(data)
+    again = data is not None or result.evaluation is None
+    measured: Any = result.evaluate(given) if again else result.evaluation
+    evaluation: Evaluation = measured
+    config = result.config
+    if not isinstance(config, RunConfig):
+        own = Own(result.model.target, given, None, result.model.output, result.divergence)
+        layers = {name: layer.C for name, layer in result.model.layers.items()}
+        config = python_config(own, layers, config)
+    summary = summarised(config, result, evaluation)
+    page, _ = make_page(config, result, evaluation, summary, None, given)
+    write_atomic(path, page)
+    return path
+
+
+def make_page(
+    config: RunConfig,
+    result: Decomposition,
+    evaluation: Evaluation,
+    summary: Summary,
+    where: Path | None,
+    data: Data | None = None,
+) -> tuple[str, dict[str, str]]:
+    """The page, and the figures in it as the files they are kept in."""
     from jinja2 import Environment, StrictUndefined
 
+    given = result.data_or(data)
+    own = [name for name in result.layers if name not in result.model.tied]
+    usages = {n: u for n, u in usage(result.model, given, LOOK_AT).items() if n in own}
     drawings = [
-        (picture, f"figures/{_file_name(picture.name)}", plots.to_svg(picture.figure, picture.name))
-        for picture in draw(config, result, evaluation, summary)
+        (picture, f"figures/{_file_name(picture.name)}", to_svg(picture.figure, picture.name))
+        for picture in draw(config, result, evaluation, summary, usages)
     ]
-    for _, name, svg in drawings:
-        directory.write(name, svg)
-    for old in set(directory.names("figures/")) - {name for _, name, _ in drawings}:
-        directory.remove(old)
-    shown = [(picture.title, picture.caption, _inline(svg)) for picture, _, svg in drawings]
+    shown = [(p.title, p.caption, _inline(svg, f"{p.title}. {p.caption}")) for p, _, svg in drawings]
     template = (files("rankone.report") / "template.html.j2").read_text(encoding="utf-8")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = _number
+    has_history = bool(result.history)
     page = environment.from_string(template).render(
         config=config,
         config_yaml=to_yaml(config),
@@ -86,8 +146,11 @@ def write_report(
             }
             for name, layer in result.model.layers.items()
         ],
-        pictures=shown[:-1],
-        training_pictures=shown[-1:],
+        alive_layers=alive_layers(result, usages, evaluation.probe_importances),
+        has_probe=bool(evaluation.probe_importances),
+        quality=quality(evaluation),
+        pictures=shown[:-1] if has_history else shown,
+        training_pictures=shown[-1:] if has_history else [],
         masks=[
             (name, MASK_MEANINGS.get(name, ""), value) for name, value in evaluation.reconstruction.items()
         ],
@@ -95,13 +158,61 @@ def write_report(
         well_tempered=evaluation.well_tempered,
         important=IMPORTANT,
         certain=CERTAIN,
-        program=program(),
+        own=config.target.begun_in_python,
+        diagnose=_how_to_diagnose(config, where),
+        repeat=f"{program()} run config.yaml{config.target.again}",
     )
-    directory.write("report.html", page)
-    return directory.path / "report.html"
+    return page, {name: svg for _, name, svg in drawings}
 
 
-def draw(config: RunConfig, result: Decomposition, evaluation: Evaluation, summary: Summary) -> list[Picture]:
+def _how_to_diagnose(config: RunConfig, where: Path | None) -> str:
+    if where is None or config.target.begun_in_python:
+        return "result.diagnose()"
+    return f"{program()} diagnose {shlex.quote(str(where))}{config.target.again}"
+
+
+def quality(evaluation: Evaluation) -> tuple[str, list[str]]:
+    """How good a decomposition is: a word (`yes`, `no`, `open`), and sentences that say why."""
+    lost = evaluation.relative
+    alive = sum(map(len, evaluation.alive.values()))
+    on = sum(evaluation.l0.values())
+    sentences = []
+    bad = False
+    if not alive:
+        return "no", ["Nothing is alive: no subcomponent is important on any datapoint that was looked at."]
+    if (share := lost.get("sum")) is not None:
+        bad |= share > UNMASKED
+        sentences.append(
+            f"All subcomponents together lose {percent(share)} of what removing everything costs: "
+            + ("too much to be called the network." if share > UNMASKED else "they are the network.")
+        )
+    if (share := lost.get("rounded")) is not None:
+        bad |= share > DELETED
+        sentences.append(
+            f"The important ones of each datapoint alone lose {percent(share)}"
+            + (", so what is called unimportant still does work." if share > DELETED else ".")
+        )
+    if (share := lost.get(f"attack_{ATTACK_STEPS}")) is not None:
+        bad |= share > ATTACKED
+        sentences.append(
+            f"An adversary who plays with the unimportant ones costs {percent(share)}"
+            + (": they are unimportant on average, not always." if share > ATTACKED else ".")
+        )
+    dense = alive > 2 and on > DENSE * alive
+    sentences.append(
+        f"{on:.1f} of {alive} alive subcomponents are important on an average datapoint"
+        + (": nearly all of them at once, so little was taken apart." if dense else ".")
+    )
+    return ("no" if bad else "open" if dense else "yes"), sentences
+
+
+def draw(
+    config: RunConfig,
+    result: Decomposition,
+    evaluation: Evaluation,
+    summary: Summary,
+    usages: Mapping[str, Usage],
+) -> list[Picture]:
     """Every figure that suits this decomposition, that of training last."""
     views = {name: result.components(name) for name in result.layers}
     checks = evaluation.checks
@@ -111,12 +222,15 @@ def draw(config: RunConfig, result: Decomposition, evaluation: Evaluation, summa
         pictures.append(
             plots.importance_picture(evaluation.probe_importances, checks, config.target.probe_in_words)
         )
+    elif (sample := sample_picture(usages)) is not None:
+        pictures.append(sample)
     pictures += config.target.figures(config.target.figure_data(result), summary.details)
     caption = (
         "Left: the terms of the loss on a logarithmic scale. Right: how many subcomponents are "
         "important on an average datapoint."
     )
-    pictures.append(Picture("losses", "Training", caption, plots.loss_curves(result.history)))
+    if result.history:
+        pictures.append(Picture("losses", "Training", caption, plots.loss_curves(result.history)))
     return pictures
 
 
@@ -125,14 +239,18 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)[:150] + ".svg"
 
 
-def _inline(svg: str) -> str:
-    """An SVG file as an element of a page: no XML prologue, width left to the page."""
+def _inline(svg: str, title: str) -> str:
+    """An SVG file as an element of a page: no XML prologue, width left to the page, a title for those who
+    do not see it. On a narrow screen it is scrolled rather than made too small to read."""
     body = svg[svg.index("<svg") :]
     width = re.search(r'width="([0-9.]+)pt"', body)
     body = re.sub(r' (width|height)="[0-9.]+pt"', "", body, count=2)
     points = float(width.group(1)) if width else 600.0
-    style = f"width: {points * 4 / 3:.0f}px; max-width: 100%; height: auto"
-    return body.replace("<svg", f'<svg style="{style}"', 1)
+    pixels = round(points * 4 / 3)
+    style = f"width: {pixels}px; max-width: 100%; min-width: {min(pixels, 560)}px; height: auto"
+    body = body.replace("<svg", f'<svg role="img" style="{style}"', 1)
+    end = body.index(">") + 1
+    return f"{body[:end]}<title>{escape(title)}</title>{body[end:]}"
 
 
 def _number(value: float | None) -> str:

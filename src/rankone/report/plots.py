@@ -6,13 +6,8 @@ figures suit a decomposition is decided here, for the report and for the paper a
 are shown in the order in which the recovery check sorted them where there is one, otherwise by size.
 """
 
-import io
 import math
-import os
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +15,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankone.decomposition import LayerView
 from rankone.metrics import Check
 from rankone.metrics_log import Record
+from rankone.progress import LOSS_NAMES
+from rankone.report.canvas import ALARM, FAINT, INK, Picture, load_matplotlib, name_columns, new_figure
+from rankone.views import LayerView
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK = "#1f2933"
-FAINT = "#c5ccd3"
-ALARM = "#c0392b"
 FEW_ERRORS = 30
 """So many errors are ringed in a heat map; more are plain to see."""
 MOST_SINGLE = 7
@@ -41,59 +35,6 @@ MOST_LINES = 2048
 """Networks with more weights are not drawn as lines."""
 FEATURE_COLOURS = "tab10"
 DIVERGING = "RdBu_r"  # red is positive, as in the network diagrams
-LOSS_NAMES = {
-    "total": ("total", "total"),
-    "faithfulness": ("faithfulness", "faith"),
-    "stochastic_recon": ("stochastic recon", "recon"),
-    "stochastic_recon_layerwise": ("stochastic recon, layerwise", "layer"),
-    "importance_minimality": ("importance minimality", "min"),
-}
-"""What people call a loss: in a legend, and in a line that must be short."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure, and what a page says about it."""
-
-    name: str
-    """Names its file; no two pictures of a run share it."""
-    title: str
-    caption: str
-    figure: Any
-    """A matplotlib Figure."""
-
-
-def _matplotlib() -> Any:
-    """matplotlib, also where MPLBACKEND names a backend that is not installed here: a command that is
-    started in a notebook inherits the notebook's."""
-    named = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
-    import matplotlib
-
-    if named is not None:
-        os.environ["MPLBACKEND"] = named
-        with suppress(ValueError):
-            matplotlib.rcParams["backend"] = named
-    return matplotlib
-
-
-def _figure(width: float, height: float) -> "Figure":
-    _matplotlib()
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def to_svg(figure: "Figure", name: str) -> str:
-    """A figure as SVG text; the same figure is the same text (it holds no date)."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    buffer = io.StringIO()
-    # Letters as text, not as outlines: half the size, and they can be searched for.
-    with _matplotlib().rc_context({"svg.hashsalt": f"rankone-{name}", "svg.fonttype": "none"}):
-        FigureCanvasSVG(figure).print_figure(
-            buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None}
-        )
-    return buffer.getvalue()
 
 
 def weight_pictures(
@@ -144,7 +85,8 @@ def importance_picture(
     labels = {name: f"{name}: {check.errors} errors" for name, check in checks.items()}
     caption = (
         f"{probe_in_words} (rows); the colour says how important each subcomponent is for the output "
-        "(columns, permuted). A diagonal means one subcomponent per row; filled columns mean "
+        "(columns, in another order than their indices, which stand below). A diagonal means one "
+        "subcomponent per row; filled columns mean "
         "subcomponents that serve many rows."
     )
     figure = importance_heatmap(importances, checks, labels)
@@ -162,8 +104,8 @@ def weight_columns(view: LayerView, shown: int) -> "Figure":
     panels = [("target W", view.target), ("sum of all\nsubcomponents", view.sum())]
     panels += [(f"subcomponent {c}", view.matrix(c)) for c in by_size(view)[:shown]]
     reach = 1.15 * float(view.target.norm(dim=0).max())
-    figure = _figure(1.55 * len(panels), 2.1)
-    colours = _matplotlib().colormaps[FEATURE_COLOURS]
+    figure = new_figure(1.55 * len(panels), 2.1)
+    colours = load_matplotlib().colormaps[FEATURE_COLOURS]
     for i, (title, matrix) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
         for j in range(matrix.shape[1]):
@@ -213,7 +155,7 @@ def network_diagrams(
     wide = max(max(view.target.shape) for view in views.values())
     rows = -(-len(networks) // (8 if wide <= 10 else 4))
     columns = -(-len(networks) // rows)
-    figure = _figure((1.6 if wide <= 10 else 3.2) * columns, 2.3 * rows)
+    figure = new_figure((1.6 if wide <= 10 else 3.2) * columns, 2.3 * rows)
     for i, (title, matrices) in enumerate(networks):
         axes = figure.add_subplot(rows, columns, i + 1)
         _network(axes, list(matrices.values()), largest)
@@ -268,7 +210,7 @@ def matrices(view: LayerView, shown: int) -> "Figure":
     rows = -(-len(panels) // columns)
     largest = float(view.target.abs().max())
     small = view.target.numel() <= 25
-    figure = _figure((3.4 if wide else 1.55) * columns + 0.6, (1.4 if wide else 1.9) * rows)
+    figure = new_figure((3.4 if wide else 1.55) * columns + 0.6, (1.4 if wide else 1.9) * rows)
     image: Any = None
     for i, (title, matrix) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, i + 1)
@@ -301,7 +243,7 @@ def importance_heatmap(
     across = count if count <= 3 else 2
     down = -(-count // across)
     C = max(g.shape[1] for g in importances.values())
-    figure = _figure(min(12.0, 1.2 + across * (3.4 if C <= 40 else 4.4)), (2.6 if C <= 40 else 3.2) * down)
+    figure = new_figure(min(12.0, 1.2 + across * (3.4 if C <= 40 else 4.4)), (2.6 if C <= 40 else 3.2) * down)
     image: Any = None
     for i, (name, g) in enumerate(importances.items()):
         axes = figure.add_subplot(down, across, i + 1)
@@ -321,7 +263,7 @@ def importances_by_setting(
     """Causal importances of the same layers under several settings: a column for each setting (its
     title, its importances, its checks), a row for each layer."""
     layers = list(settings[0][1])
-    figure = _figure(2.5 * len(settings) + 0.8, 2.5 * len(layers))
+    figure = new_figure(2.5 * len(settings) + 0.8, 2.5 * len(layers))
     image: Any = None
     for j, (title, importances, checks) in enumerate(settings):
         for i, name in enumerate(layers):
@@ -352,9 +294,10 @@ def _heatmap(axes: "Axes", g: Tensor, check: Check | None) -> Any:
         rows, columns = zip(*errors, strict=True)
         axes.plot(columns, rows, "o", color=ALARM, markerfacecolor="none", markersize=5, markeredgewidth=0.9)
         rest += "; rings: errors"
-    axes.set_xlabel(f"permuted subcomponents{rest}", fontsize=8)
+    axes.set_xlabel(f"subcomponents by their index{rest}", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.locator_params(integer=True)
+    name_columns(axes, order[:shown])
     return image
 
 
@@ -366,7 +309,7 @@ def contribution_bars(
     neurons, shown = model.shape[1], min(10, len(model))
     divided = f", the {blocks} blocks divided by grey lines" if blocks > 1 else ""
     reach = 1.1 * float(torch.maximum(model[:shown].abs(), subcomponents[:shown].abs()).max())
-    figure = _figure(12.0, 4.4)
+    figure = new_figure(12.0, 4.4)
     for row, (title, values) in enumerate((("target", model), ("single subcomponents", subcomponents))):
         axes = figure.add_subplot(2, 1, row + 1)
         for feature in range(shown):
@@ -410,7 +353,7 @@ def contribution_scatter(
 
     A perfect match is the diagonal. `blocks` says what the legend calls each block's neurons.
     """
-    figure = _figure(4.6, 4.4)
+    figure = new_figure(4.6, 4.4)
     axes = figure.add_subplot()
     reach = 1.08 * float(torch.maximum(model.abs().max(), subcomponents.abs().max()))
     axes.plot([-reach, reach], [-reach, reach], color=FAINT, linewidth=1, zorder=0)
@@ -433,7 +376,7 @@ def alive_by_capacity(
 ) -> "Figure":
     """How many subcomponents are alive when more are offered: experiment -> matrix -> (C, alive,
     expected) in order of C."""
-    figure = _figure(4.2 * len(experiments), 3.2)
+    figure = new_figure(4.2 * len(experiments), 3.2)
     for i, (experiment, layers) in enumerate(experiments.items()):
         axes = figure.add_subplot(1, len(experiments), i + 1)
         for j, (name, points) in enumerate(layers.items()):
@@ -466,7 +409,7 @@ def alive_by_capacity(
 
 def loss_curves(history: Sequence[Record]) -> "Figure":
     """The losses and the sparsity over training."""
-    figure = _figure(9.5, 3.5)
+    figure = new_figure(9.5, 3.5)
     steps = [record["step"] for record in history]
     losses = figure.add_subplot(1, 2, 1)
     for name in history[0]["loss"]:

@@ -1,13 +1,16 @@
 """The settings of a run, and how they are put together from an experiment file and a command line.
 
-An experiment file holds a title and its settings: either `default` alone, or the settings of a paper
-to the letter (`paper`) and as `default` a list of changes to them, each with its reason. Files are
-found in registered packages (`register_experiments`). What a run finally used is one complete
-`RunConfig`, written to its config.yaml.
+An experiment file holds a title and its settings: either `recipe`, what is laid over the one recipe
+for all networks, or the settings of a paper to the letter (`paper`) and as `tuned` a list of changes
+to them that were found by hand, each with its reason. The preset `recipe` then takes from the paper
+only what is decomposed and on which data. Files are found in registered packages
+(`register_experiments`). What a run finally used is one complete `RunConfig`, written to its
+config.yaml.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -15,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rankone.config import DecompositionConfig, Layers
+from rankone.config import DecompositionConfig, Layers, laid_over_recipe
 from rankone.errors import ConfigError, near_matches
-from rankone.files import read_text
+from rankone.files import read_text, sha256
 from rankone.patching import OutputGetter
 from rankone.settings import (
     ByKind,
@@ -31,7 +34,23 @@ from rankone.settings import (
 )
 from rankone.targets import TARGETS, Target
 
-PRESETS = ("default", "paper")
+PRESETS = ("recipe", "tuned", "paper")
+USUAL_PRESET = "recipe"
+"""The preset where none is named. The settings of a network of the user's own are laid over it too."""
+WHAT_IS_DECOMPOSED = (
+    "target",
+    "layers",
+    "tied",
+    "matrices",
+    "output",
+    "divergence",
+    "batch_size",
+    "threads",
+    "paper_reports",
+)
+"""What the preset `recipe` takes from an experiment's paper: the network and its data, not the method."""
+ONE_RECIPE = "One recipe for all networks (docs/recipe.md)."
+"""Why the preset `recipe` differs from the paper, wherever it does."""
 LARGEST_FILE = 1_000_000
 
 
@@ -57,7 +76,7 @@ Name = Annotated[str, AfterValidator(_safe_in_paths)]
 
 
 class Difference(Settings):
-    """One setting in which the default preset departs from the paper, and why."""
+    """One setting in which a preset departs from the paper, and why."""
 
     setting: Line
     """Dotted name of the setting."""
@@ -78,6 +97,7 @@ class RunConfig(DecompositionConfig):
         "paper_reports",
         "differs_from_paper",
         "overrides",
+        "lengthened",
         "schema_version",
     )
 
@@ -86,7 +106,7 @@ class RunConfig(DecompositionConfig):
     experiment: Name
     """Name of the experiment; part of the run directory's name and of the report."""
     preset: Name = "custom"
-    """Where these settings come from: `paper`, `default`, or `custom`."""
+    """Where these settings come from: `recipe`, `tuned`, `paper`, or `custom`."""
     title: Line = ""
     """One line for people."""
     recovers: Line = ""
@@ -94,9 +114,11 @@ class RunConfig(DecompositionConfig):
     paper_reports: dict[Line, float] = {}
     """The paper's own numbers for this experiment, for comparison."""
     differs_from_paper: list[Difference] = []
-    """What the default preset changes, and why."""
+    """What the preset changes in the paper's settings, and why."""
     overrides: list[Line] = []
     """Settings changed on the command line, besides the seed."""
+    lengthened: list[int] = []
+    """The numbers of steps at which the run had been complete before it was lengthened."""
     target: Annotated[Target, ByKind(TARGETS)]
     """The network to decompose, and its data."""
     layers: Layers
@@ -106,19 +128,41 @@ class RunConfig(DecompositionConfig):
     what its family says, which is mostly the returned tensor itself."""
     batch_size: int = Field(default=4096, ge=1, le=10**7)
     """Datapoints per training step."""
+    start_from: Line = ""
+    """The directory of an earlier run on the same network, whose subcomponents and importance functions
+    this one starts from; empty for a fresh start."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads. A setting, not a detail: the order of summation, and so the last bit of the result,
     depends on it."""
 
     @property
     def run_name(self) -> str:
-        """The name of the run's directory, unless another is asked for."""
-        return f"{self.experiment}-{self.preset}-seed{self.seed}"
+        """The name of the run's directory, unless another is asked for: a run with other settings does
+        not take the place of the real one."""
+        return f"{self.label}-seed{self.seed}"
+
+    @property
+    def label(self) -> str:
+        """What the run is called, whatever its seed: experiment, preset, and what was changed (but for
+        threads, which a machine may decide)."""
+        changes = [o for o in self.overrides if not o.startswith("threads=")]
+        return "-".join([self.experiment, self.preset, *filter(None, [_in_a_name(changes)])])
 
     @property
     def getter(self) -> OutputGetter:
         """How to get the tensor to compare from what the network returns."""
         return self.target.output if self.output is None else self.output
+
+
+def _in_a_name(overrides: Sequence[str]) -> str:
+    """Overrides as a part of a file name: in full if they are short, else the first and a digest."""
+    if not overrides:
+        return ""
+    parts = [re.sub(r"[^A-Za-z0-9.+-]+", "", o.replace("=", "")) for o in overrides]
+    name = "-".join(parts)
+    if len(name) <= 50 and all(parts):
+        return name
+    return f"{name[:32].rstrip('-.')}-{sha256(json.dumps(list(overrides)).encode())[:8]}"
 
 
 def real_differences(old: RunConfig, new: RunConfig, *, besides: Sequence[str] = ()) -> list[str]:
@@ -139,21 +183,27 @@ class ExperimentFile(Settings):
     """Time of a full run on one CPU core, per preset; with a star if it is an estimate."""
     paper: dict[str, Any] | None = None
     """The settings of a paper, to the letter."""
-    default: list[Difference] | dict[str, Any]
-    """Changes to them in the default preset; without `paper`, the settings themselves."""
+    tuned: list[Difference] | None = None
+    """Changes to them that were found by hand."""
+    recipe: dict[str, Any] | None = None
+    """Without `paper`: settings that are laid over the recipe, among them the target and its layers."""
 
     @model_validator(mode="after")
     def _fitting(self) -> "ExperimentFile":
-        if isinstance(self.default, list) != (self.paper is not None):
+        if (self.recipe is None) == (self.paper is None):
             raise ValueError(
-                "default is a list of changes (setting, value, why) beside `paper`, and without it a "
-                "mapping of settings"
+                "expected either `recipe`, a mapping of settings that are laid over the recipe, or `paper`, "
+                f"the settings of a paper; got {'both' if self.paper is not None else 'neither'}"
             )
+        if self.tuned is not None and self.paper is None:
+            raise ValueError("`tuned` is a list of changes to `paper`, which is not there")
         return self
 
     @property
     def presets(self) -> tuple[str, ...]:
-        return PRESETS if self.paper is not None else ("default",)
+        if self.paper is None:
+            return (USUAL_PRESET,)
+        return tuple(preset for preset in PRESETS if preset != "tuned" or self.tuned is not None)
 
 
 _PACKAGES: list[str] = []
@@ -204,20 +254,38 @@ def preset_values(name: str, preset: str) -> dict[str, Any]:
         raise ConfigError(f"There is no preset {preset!r}. {near_matches(preset, PRESETS)}")
     file = experiment_file(name)
     if preset not in file.presets:
-        raise ConfigError(f"{name} has no preset {preset!r}: its only one is 'default'.")
-    changes = file.default if isinstance(file.default, list) and preset == "default" else []
-    settings = file.default if isinstance(file.default, dict) else file.paper or {}
-    values = {
-        "experiment": name,
-        "preset": preset,
-        "title": file.title,
-        "recovers": file.recovers,
-        "differs_from_paper": [c.model_dump() for c in changes],
-    }
-    complete = validated(RunConfig, values | settings, source=f"{name}.yaml").model_dump(mode="json")
-    for change in changes:
-        set_setting(complete, RunConfig, change.setting, change.value)
-    return complete
+        others = ", ".join(repr(known) for known in file.presets)
+        raise ConfigError(
+            f"{name} has no preset {preset!r}: {'its only one is' if len(file.presets) == 1 else 'it has'} "
+            f"{others}."
+        )
+    described = {"experiment": name, "preset": preset, "title": file.title, "recovers": file.recovers}
+
+    def complete(settings: dict[str, Any]) -> dict[str, Any]:
+        return validated(RunConfig, described | settings, source=f"{name}.yaml").model_dump(mode="json")
+
+    if file.paper is None:
+        return complete(laid_over_recipe(file.recipe or {}))
+    paper = complete(file.paper)
+    if preset == "recipe":
+        same = {key: value for key, value in file.paper.items() if key in WHAT_IS_DECOMPOSED}
+        values = complete(laid_over_recipe(same))
+        changes = _all_differences(paper, values)
+    else:
+        values = paper
+        changes = file.tuned or [] if preset == "tuned" else []
+        for change in changes:
+            set_setting(values, RunConfig, change.setting, change.value)
+    return values | {"differs_from_paper": [change.model_dump() for change in changes]}
+
+
+def _all_differences(paper: Mapping[str, Any], values: Mapping[str, Any]) -> list[Difference]:
+    before = {path: value for path, value, _ in fields(RunConfig, paper)}
+    return [
+        Difference(setting=path, value=value, why=ONE_RECIPE)
+        for path, value, _ in fields(RunConfig, values)
+        if path not in RunConfig.descriptive and (path not in before or before[path] != value)
+    ]
 
 
 def changed(values: dict[str, Any], assignments: Sequence[str], *, source: str) -> dict[str, Any]:
@@ -267,7 +335,17 @@ def experiment_config(
         if values["preset"] == "custom":
             values["differs_from_paper"] = []
     else:
-        values = preset_values(name_or_path, preset or "default")
+        values = preset_values(name_or_path, preset or USUAL_PRESET)
+    refuse_descriptive(assignments)
+    changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
+    source = f"Settings for {name_or_path}"
+    values = changed(values, [*changes, *([f"seed={seed}"] if seed is not None else [])], source=source)
+    values["overrides"] = [*values["overrides"], *changes]
+    return validated(RunConfig, values, source=source)
+
+
+def refuse_descriptive(assignments: Sequence[str]) -> None:
+    """Raise if an override would change what a run is called, not what it does."""
     for assignment in assignments:
         if assignment.partition("=")[0].split(".")[0] in RunConfig.descriptive:
             hint = (
@@ -276,11 +354,6 @@ def experiment_config(
                 else "It describes a run and is not set by hand."
             )
             raise ConfigError(f"{assignment!r} cannot be given as an override. {hint}")
-    changes = [*assignments, *([f"steps={steps}"] if steps is not None else [])]
-    source = f"Settings for {name_or_path}"
-    values = changed(values, [*changes, *([f"seed={seed}"] if seed is not None else [])], source=source)
-    values["overrides"] = [*values["overrides"], *changes]
-    return validated(RunConfig, values, source=source)
 
 
 def parse_config(text: str, *, source: str) -> RunConfig:

@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankone.decomposition import Decomposition, LayerView
+from rankone.decomposition import Decomposition
 from rankone.errors import CheckpointError, RankoneError
 from rankone.files import RunDirectory
 from rankone.metrics import Check, run_check
-from rankone.report.plots import Picture
+from rankone.report.canvas import Picture
 from rankone.runs.config import RunConfig, experiment_config, real_differences
 from rankone.runs.run import CONFIG, load_run, read_config, read_summary, write_summary
 from rankone.runs.summary import Summary
+from rankone.views import LayerView
 
 SIDE_BY_SIDE = "threads=1"
 """The one setting that kept runs change: they go side by side, which is the better use of several

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +23,7 @@ from rankone.metrics_log import Progress
 from rankone.runs.config import RunConfig
 from rankone.runs.run import Report, allowed_threads, cores, refuse_existing, run
 from rankone.runs.summary import Summary
+from rankone.targets.own import handing_over, made_by, typed
 from rankone.train import Interrupted
 
 MOST_SEEDS = 10_000
@@ -111,7 +112,9 @@ def run_all(
                 one.state = "running"
                 # A pipe for each: a child that is killed while it writes can block no other.
                 ours, theirs = spawn.Pipe(duplex=False)
-                process = spawn.Process(target=_work, args=(one.config, one.out, resume, report, theirs))
+                process = spawn.Process(
+                    target=_work, args=(one.config, one.out, resume, report, theirs, typed())
+                )
                 with _ignoring_interrupts(in_main):
                     process.start()
                 theirs.close()
@@ -163,8 +166,8 @@ def _take_in(one: ParallelRun, kind: str, content: Any) -> None:
         one.state, one.message = kind, content
 
 
-def _work(config: RunConfig, out: Path, resume: bool, report: Report | None, parent: Any) -> None:
-    """One run, in its own process."""
+def _work(config: RunConfig, out: Path, resume: bool, report: Report | None, parent: Any, model: str) -> None:
+    """One run, in its own process; `model` names the user's own network, as the user typed it."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # out of reach of a terminal's Ctrl-C: a second signal would cut the saving short
     last = 0.0
@@ -180,7 +183,8 @@ def _work(config: RunConfig, out: Path, resume: bool, report: Report | None, par
             parent.send(("progress", progress))
 
     try:
-        parent.send(("done", run(config, out, resume=resume, observer=observer, report=report)))
+        with handing_over(made_by(model)) if model else nullcontext():
+            parent.send(("done", run(config, out, resume=resume, observer=observer, report=report)))
     except Interrupted as stop:
         parent.send(("interrupted", f"saved at step {stop.step}"))
     except (RankoneError, OSError) as error:

@@ -24,8 +24,14 @@ from typing import Any, get_args
 
 import torch
 
-from rankone.checkpoint import checkpoint_names, load_newest, load_parameters, refuse_other_layers
-from rankone.data import to_device
+from rankone.checkpoint import (
+    checkpoint_names,
+    earlier_parameters,
+    load_newest,
+    load_parameters,
+    refuse_other_layers,
+)
+from rankone.data import Data, to_device
 from rankone.decomposition import COMPONENTS, Decomposition, build, load, train
 from rankone.errors import CheckpointError, TargetError, near_matches
 from rankone.evaluate import Evaluation, evaluate
@@ -47,7 +53,7 @@ Report = Callable[[RunDirectory, RunConfig, Decomposition, Evaluation, Summary],
 
 def run(
     config: RunConfig,
-    out: Path,
+    out: Path | RunDirectory,
     *,
     resume: bool = False,
     observer: Observer | None = None,
@@ -56,6 +62,7 @@ def run(
 ) -> Summary:
     """Do a whole run, or finish one that was interrupted; return its summary."""
     directory = RunDirectory.claim(out)
+    out = directory.path
     with directory.lock():
         if not resume:
             refuse_existing(out)
@@ -66,9 +73,10 @@ def run(
             )
         stored = read_config(directory) if resume and directory.has(CONFIG) else None
         config = with_threads(config, stored, say)
-        if stored is not None:
+        longer = stored is not None and is_lengthened(directory, stored, config)
+        if stored is not None and not longer:
             _refuse_other_settings(out, stored, config)
-        if directory.has(SUMMARY):
+        if directory.has(SUMMARY) and not longer:
             summary = load_run(directory.path).finished()  # refuses what was changed since
             say(f"{out} is already complete; nothing to do.")
             return summary
@@ -77,19 +85,48 @@ def run(
         refuse_senseless_truth(config.target, model)
         if stored is None:  # only now: settings that cannot work leave no config.yaml behind
             directory.write(CONFIG, to_yaml(config))
+        elif longer:
+            config = lengthened(directory, stored, config)
+            directory.write(CONFIG, to_yaml(config))
+        start = None
+        if config.start_from and not checkpoint_names(directory):
+            earlier = RunDirectory.open(config.start_from)
+            start = earlier_parameters(earlier, f"{DECOMPOSITION}/{COMPONENTS}", fingerprint(model.target))
         data = config.target.data(config.batch_size)
-        result = train(model, data, config, directory=directory, resume=resume, observer=observer)
-        began = time.perf_counter()
-        say("Evaluating.")
-        evaluation = evaluate_run(config, result)
-        summary = _summary(config, result, evaluation, decomposition_sha256(directory))
-        if report is not None:
-            say("Drawing figures and writing the report.")
-            report(directory, config, result, evaluation, summary)
-        seconds = result.seconds + time.perf_counter() - began
-        summary = summary.model_copy(update={"wall_seconds": round(seconds, 3)})
-        write_summary(directory, summary)
-        return summary
+        divergence = config.target.divergence
+        result = train(
+            model,
+            data,
+            config,
+            divergence=divergence,
+            directory=directory,
+            resume=resume,
+            observer=observer,
+            start=start,
+        )
+        return complete(directory, config, result, say=say, report=report)
+
+
+def complete(
+    directory: RunDirectory,
+    config: RunConfig,
+    result: Decomposition,
+    *,
+    say: Say = lambda _: None,
+    report: Report | None = None,
+) -> Summary:
+    """Measure a run that was trained to its end, write its report and, last, its summary."""
+    began = time.perf_counter()
+    say("Evaluating.")
+    result.evaluation = evaluation = evaluate_run(config, result)
+    summary = summarised(config, result, evaluation, decomposition_sha256(directory))
+    if report is not None:
+        say("Drawing figures and writing the report.")
+        report(directory, config, result, evaluation, summary)
+    seconds = result.seconds + time.perf_counter() - began
+    summary = summary.model_copy(update={"wall_seconds": round(seconds, 3)})
+    write_summary(directory, summary)
+    return summary
 
 
 @dataclass(frozen=True)
@@ -135,7 +172,9 @@ def load_run(path: Path) -> LoadedRun:
                 f"{_components(directory)} is not the one that {path / SUMMARY} was measured on: it was "
                 "replaced. Put the original back, or make the run again in another directory."
             )
-        result = load(path / DECOMPOSITION, target, output=config.getter)
+        result = load(path / DECOMPOSITION, target, output=config.getter, divergence=config.target.divergence)
+        result.seconds = summary.train_seconds or 0.0
+        result.data, result.evaluation = _data(config), summary.evaluation()
         return LoadedRun(directory, config, result, config.steps, summary)
     tensors, meta = load_newest(directory)
     model = build(target, config.layers, config, config.getter)
@@ -147,9 +186,36 @@ def load_run(path: Path) -> LoadedRun:
     load_parameters(model, tensors)
     metrics = read_prefix(directory, meta["metrics_bytes"], meta["metrics_sha256"])
     history = parse_metrics(metrics, str(path / METRICS))
-    return LoadedRun(
-        directory, config, Decomposition(model, config, history, meta["seconds"]), meta["step"], None
+    result = Decomposition(
+        model,
+        config,
+        history,
+        meta["seconds"],
+        config.target.divergence,
+        _data(config),
+        steps_done=meta["step"],
     )
+    return LoadedRun(directory, config, result, meta["step"], None)
+
+
+def stored_numbers(path: Path) -> Summary | None:
+    """The summary of a finished run whose network is not at hand; None where it can be measured again."""
+    directory = RunDirectory.open(path)
+    if read_config(directory).target.at_hand() or not directory.has(SUMMARY):
+        return None
+    return read_summary(directory)
+
+
+def refuse_handed_over(out: Path, config: RunConfig) -> None:
+    """Raise if a run was begun in Python: only there it can go on as itself."""
+    if config.target.begun_in_python:
+        raise CheckpointError(
+            f"{out} was begun in Python; go on with it there: decompose(..., out={str(out)!r}, resume=True)."
+        )
+
+
+def _data(config: RunConfig) -> Data | None:
+    return config.target.data(config.batch_size) if config.target.has_data() else None
 
 
 def evaluate_again(path: Path) -> Summary:
@@ -243,6 +309,25 @@ def refuse_existing(out: Path) -> None:
     )
 
 
+def is_lengthened(directory: RunDirectory, stored: RunConfig, config: RunConfig) -> bool:
+    """Whether a run that is complete is asked to go on: the same settings, and more steps."""
+    same = not real_differences(stored, config, besides=("steps", "threads"))
+    return same and directory.has(SUMMARY) and config.steps > stored.steps
+
+
+def lengthened(directory: RunDirectory, stored: RunConfig, config: RunConfig) -> RunConfig:
+    """The settings of a run that goes on, which is then no longer complete."""
+    directory.remove(SUMMARY)
+    changes = [o for o in stored.overrides if not o.startswith("steps=")]
+    return stored.model_copy(
+        update={
+            "steps": config.steps,
+            "overrides": [*changes, f"steps={config.steps}"],
+            "lengthened": [*stored.lengthened, stored.steps],
+        }
+    )
+
+
 def _refuse_other_settings(out: Path, stored: RunConfig, config: RunConfig) -> None:
     differing = real_differences(stored, config)
     if differing:
@@ -301,7 +386,10 @@ def load_warning(threads: int) -> str | None:
     )
 
 
-def _summary(config: RunConfig, result: Decomposition, evaluation: Evaluation, digest: str) -> Summary:
+def summarised(
+    config: RunConfig, result: Decomposition, evaluation: Evaluation, digest: str | None = None
+) -> Summary:
+    """The summary of a run, without the time it took as a whole."""
     values = {
         "experiment": config.experiment,
         "preset": config.preset,

@@ -6,7 +6,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rankone.errors import CheckpointError
-from rankone.metrics import Pattern
+from rankone.evaluate import Evaluation
+from rankone.metrics import Check, Pattern
 
 
 class CheckResult(BaseModel):
@@ -49,6 +50,8 @@ class Summary(BaseModel):
     """The matrix that these four are about."""
     n_alive: dict[str, int]
     """Layer -> subcomponents that are important on some datapoint or probe."""
+    alive: dict[str, list[int]] = {}
+    """Layer -> which these are, by their true indices; empty in runs of before 0.2.0."""
     l0: dict[str, float]
     """Layer -> mean number of important subcomponents per datapoint."""
     reconstruction: dict[str, float]
@@ -89,6 +92,23 @@ class Summary(BaseModel):
     def errors(self) -> int:
         """Errors of all checks together."""
         return sum(check.errors for check in self.checks.values())
+
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation that these numbers are of, without what it drew; None in runs of before 0.2.0."""
+        if not self.alive:
+            return None
+        checks = {n: Check(c.pattern, c.expected, c.errors, []) for n, c in self.checks.items()}
+        return Evaluation(
+            reconstruction=self.reconstruction,
+            relative=self.relative,
+            well_tempered=self.well_tempered,
+            faithfulness=self.faithfulness,
+            l0=self.l0,
+            alive=self.alive,
+            checks=checks,
+            similarity=None,
+            probe_importances={},
+        )
 
     def updated(self, values: Mapping[str, Any]) -> "Summary":
         """The same run with some numbers measured again."""

@@ -15,11 +15,13 @@ from rankone.targets.base import (
     train_until_good,
     trainable,
 )
+from rankone.targets.own import OwnTarget
 from rankone.targets.resid_mlp import ResidualTarget
 from rankone.targets.tms import TMSTarget
 
 __all__ = [
     "TARGETS",
+    "OwnTarget",
     "ResidualTarget",
     "TMSTarget",
     "Target",

@@ -26,8 +26,9 @@ from rankone.errors import TargetError, near_matches
 from rankone.files import fingerprint, load_sealed, save_sealed
 from rankone.metrics import Check, Pattern
 from rankone.patching import OutputGetter
-from rankone.report.plots import Picture
+from rankone.report.canvas import Picture
 from rankone.settings import Registry, Settings
+from rankone.step import Divergence
 
 
 class Target(Settings, ABC):
@@ -38,6 +39,8 @@ class Target(Settings, ABC):
 
     output: ClassVar[OutputGetter] = None
     """How to get the tensor to compare from what the network returns."""
+    divergence: ClassVar[Divergence | None] = None
+    """A function to compare outputs with, where it is not one that a config can name."""
     similarity_of: ClassVar[str | None] = None
     """The matrix whose columns MMCS and ML2R are about, where columns are mechanisms."""
 
@@ -48,6 +51,24 @@ class Target(Settings, ABC):
     @abstractmethod
     def data(self, batch_size: int) -> Data:
         """What it is decomposed on: a sampler, or an iterable of batches."""
+
+    @property
+    def again(self) -> str:
+        """What must be added to a command that goes on with a run of this target."""
+        return ""
+
+    def at_hand(self) -> bool:
+        """Whether the network can be loaded here and now."""
+        return True
+
+    @property
+    def begun_in_python(self) -> bool:
+        """Whether a run of this target can only be resumed from Python."""
+        return False
+
+    def has_data(self) -> bool:
+        """Whether there is data: a network that a user handed over may have come alone."""
+        return True
 
     probe_in_words: ClassVar[str] = "The network is given one row of its probe at a time"
     """What happens on the probe, as the beginning of a sentence in the report."""

@@ -25,7 +25,7 @@ from rankone.decomposition import Decomposition
 from rankone.fast.factored import FactoredLinear
 from rankone.metrics import CERTAIN, IMPORTANT, Check, Pattern
 from rankone.report import plots
-from rankone.report.plots import Picture
+from rankone.report.canvas import Picture
 from rankone.targets.base import register_target
 from rankone.targets.sparse import Recipe, SparseTarget
 
