@@ -426,7 +426,7 @@ def _storage(directory: RunDirectory, storage: str | BaseStorage | None) -> Base
                 "Put the original back, or choose another directory with --out."
             ) from None
     try:
-        return RDBStorage(storage)
+        return _database(storage)
     except Exception as error:  # whatever a database and its driver raise
         hidden = re.sub(r"://[^@/]*@", "://***@", storage)
         raise ConfigError(
@@ -434,6 +434,17 @@ def _storage(directory: RunDirectory, storage: str | BaseStorage | None) -> Base
             "database that can be reached, such as sqlite:///tune.db or postgresql://HOST/NAME; without "
             "--storage, a journal in the output directory is used."
         ) from None
+
+
+def _database(url: str) -> RDBStorage:
+    """A database as storage. Workers that come to a new one at the same time all try to make its tables,
+    and all but one fail, half-way: they find the tables there when they look again."""
+    for wait in (0.2, 0.4, 0.8, 1.6):
+        try:
+            return RDBStorage(url)
+        except SQLAlchemyError:
+            time.sleep(wait)
+    return RDBStorage(url)
 
 
 def _study(storage: BaseStorage, name: str, work: Work) -> optuna.Study:
