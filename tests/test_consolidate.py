@@ -86,7 +86,7 @@ def test_only_the_group_is_touched():
     (found,) = replacements(model.layer("0"), seen_by(model, x))
     assert found.members == [0, 1, 2, 3]
     assert len(found.V) == 2
-    assert found.saved == pytest.approx(2.0)
+    assert found.saved == len(found.members) - len(found.V) > 0
 
 
 def test_the_same_twice():

@@ -89,6 +89,8 @@ SAME_DIRECTION = 0.999
 LEAST_SINGULAR = 1e-2
 """Combinations of read vectors that are this small beside the largest are not inverted: write vectors
 would be huge, and cancel."""
+LEAST_UNCANCELLED = 0.3
+"""The same for `mixed_init`, which rather leaves something of W out."""
 
 
 @DATA_INITS.register("datapoints")
@@ -103,6 +105,34 @@ def datapoints_init(
     vectors are the least-squares solution, so that the sum of all subcomponents is W wherever these
     inputs reach.
     """
+    V = _far_directions(inputs, C, generator, W.dtype)
+    return W @ torch.linalg.pinv(V, rtol=LEAST_SINGULAR), V
+
+
+@DATA_INITS.register("mixed")
+def mixed_init(
+    W: Float[Tensor, "d_out d_in"], inputs: Float[Tensor, "rows d_in"], C: int, generator: torch.Generator
+) -> Factors:
+    """The same with write vectors that are never large enough to cancel each other.
+
+    Where inputs are much alike (the activations of a few neurons, a feature with either sign), the
+    least-squares solution is a sum of huge parts that cancel, and training does not get away from it.
+    Here the sum of all subcomponents is W only in the directions in which read vectors are many.
+    neurons.py may add single neurons.
+    """
+    V = _far_directions(inputs, C, generator, W.dtype)
+    return bounded_solution(W, V), V
+
+
+def bounded_solution(W: Float[Tensor, "d_out d_in"], V: Float[Tensor, "C d_in"]) -> Float[Tensor, "d_out C"]:
+    """Write vectors for these read vectors, as near to W as they get without cancelling each other."""
+    return W @ torch.linalg.pinv(V, rtol=LEAST_UNCANCELLED)
+
+
+def _far_directions(
+    inputs: Float[Tensor, "rows d_in"], C: int, generator: torch.Generator, dtype: torch.dtype
+) -> Float[Tensor, "C d_in"]:
+    """Directions of C inputs, each as far as can be from those before."""
     directions = F.normalize(inputs[inputs.norm(dim=1) > 0], dim=1)
     chosen: list[int] = []
     if len(directions):
@@ -111,9 +141,10 @@ def datapoints_init(
         while len(chosen) < C and closeness.min() < SAME_DIRECTION:
             chosen.append(int(closeness.argmin()))
             closeness = torch.maximum(closeness, (directions @ directions[chosen[-1]]).abs())
-    others = F.normalize(torch.randn(C - len(chosen), W.shape[1], generator=generator, dtype=W.dtype), dim=1)
-    V = torch.cat([directions[chosen], others])
-    return W @ torch.linalg.pinv(V, rtol=LEAST_SINGULAR), V
+    others = F.normalize(
+        torch.randn(C - len(chosen), inputs.shape[1], generator=generator, dtype=dtype), dim=1
+    )
+    return torch.cat([directions[chosen], others])
 
 
 def make_subcomponents(

@@ -105,8 +105,9 @@ class DecompositionConfig(Settings):
     """`fast` interpolates the gates with compiled kernels where they apply (see fast/README.md);
     `exact` computes everything in plain torch."""
     init: Annotated[str, AfterValidator(_known_init)] = "overlap"
-    """Initialisation of U and V: `overlap` (the released code's), `kaiming`, or `datapoints` (what W
-    does to single datapoints, no warm-up needed)."""
+    """Initialisation of U and V: `overlap` (the released code's), `kaiming`, `datapoints` (what W
+    does to single datapoints, no warm-up needed), or `mixed` (the same with smaller write vectors, and
+    single neurons where few of them matter at a time)."""
     tied: dict[LayerName, LayerName] | None = None
     """layer: layer, for layers that share one set of subcomponents because their weights are equal or
     each other's transpose. null: those that share the memory of their weights, and C; {}: none."""
@@ -119,6 +120,11 @@ class DecompositionConfig(Settings):
     consolidate_at: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(default=(), max_length=100)
     """After which shares of training groups of subcomponents that are more than their rank needs are
     replaced by as many as that (consolidate.py); none in the paper."""
+    sharpen_at: float = Field(default=0.9, ge=0, lt=1)
+    """After which share of training raw importances are moved away from a half, once."""
+    sharpen_by: float = Field(default=1.0, ge=1, le=100)
+    """By which factor: what is nearly important becomes important, what hardly is becomes not, and the
+    rest of training settles what is left; 1, as in the paper, leaves them as they are."""
     log_every: Count = 100
     """Steps between records in metrics.jsonl."""
     checkpoint_every: Count = 1000
@@ -141,8 +147,9 @@ class DecompositionConfig(Settings):
 RECIPE: dict[str, Any] = {
     "relative": True,
     "steps": 6000,
-    "init": "datapoints",
-    "consolidate_at": [0.5],
+    "init": "mixed",
+    "consolidate_at": [0.5, 0.8],
+    "sharpen_by": 3.0,
     "losses": {
         "faithfulness": {"coefficient": 10.0},
         "stochastic_recon": {"coefficient": 1.0},
@@ -165,7 +172,8 @@ RECIPE: dict[str, Any] = {
 """One recipe for any network, without units: what `decompose` uses where it is told nothing else.
 
 Pressure is high until features have found their subcomponents, then its shape becomes steep near 0
-and flat near 1, so that strays go, and last it relaxes, so that what is important rises to 1.
+and flat near 1, so that strays go, and last it relaxes, so that what is important rises to 1; what is
+then still undecided is decided.
 docs/recipe.md has what it recovers and where it fails.
 """
 

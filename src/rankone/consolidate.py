@@ -4,8 +4,9 @@ A mechanism of rank three can be written as three subcomponents, or as seven tha
 near some of its inputs. Gradients do not lead from seven to three: every single one of the seven is
 needed by the others. What leads there is linear algebra. Subcomponents that are important together
 form a tree of groups; what a group does on the inputs on which any of it is important is fitted by
-one matrix; and if that matrix, of rank r, always on there, costs fewer importances than the group
-does, it replaces it: r subcomponents whose write vectors are its left singular vectors.
+one matrix; and if that matrix has a lower rank r than the group has members, and always on there
+costs not much more importances than the group does, it replaces it: r subcomponents whose write
+vectors are its left singular vectors.
 
 Mechanisms that come one at a time are not touched: together they would be on far more often.
 """
@@ -35,10 +36,11 @@ SPANNED = 1e-3
 """A direction in which inputs are this small beside the largest does not count."""
 MOST_PARTS = 1000
 """Layers with more alive subcomponents are left alone: a tree of all of them would take too long."""
-LEFT_OUT = 0.005
+LEFT_OUT = 0.002
 """The share of what a group does that its matrix may leave out."""
-WORTH_IT = 0.9
-"""A group is replaced if it then costs less than this share of the importances it costs now."""
+AT_MOST = 1.5
+"""A group is replaced if it then costs at most so many times the importances that it costs now: members
+that take turns are on less than a basis that is always on, but they are more than the mechanism has."""
 RIDGE = 1e-3
 """How much the gates of new subcomponents are kept from following single inputs."""
 
@@ -64,8 +66,11 @@ class Replacement:
     members: list[int]
     U: Float[Tensor, "d_out r"]
     V: Float[Tensor, "r d_in"]
-    saved: float
-    """Importances per datapoint."""
+
+    @property
+    def saved(self) -> int:
+        """How many subcomponents fewer."""
+        return len(self.members) - len(self.V)
 
 
 @torch.no_grad()
@@ -150,10 +155,10 @@ def replacements(layer: DecomposedLayer, seen: Seen) -> list[Replacement]:
     return best[-1]
 
 
-def _could_save(seen: Seen, members: list[int]) -> float:
-    """How many importances one subcomponent in place of a group would save; 0 if that is not worth it."""
+def _could_save(seen: Seen, members: list[int]) -> int:
+    """How many subcomponents fewer a group could be; 0 if one alone would already be on too often."""
     now, always = _costs(seen, members)
-    return now - always if always <= WORTH_IT * now else 0.0
+    return len(members) - 1 if always <= AT_MOST * now else 0
 
 
 def _costs(seen: Seen, members: list[int]) -> tuple[float, float]:
@@ -196,13 +201,13 @@ class _Fit:
         total = y.square().sum()
         enough = (total - values.square().cumsum(0) <= LEFT_OUT * total).nonzero().flatten()
         r = int(enough[0]) + 1 if len(enough) else len(members)
-        if r * always > WORTH_IT * now or r >= len(members):
+        if r * always > AT_MOST * now or r >= len(members):
             return None
         U = directions[:r].T
         V = (whiten @ coordinates @ U).T
         size = ((a @ V.T).square().sum(0) / seen.weights[rows].double().sum()).sqrt().clamp(min=1e-30)
         V = V @ self.directions.double() / size.unsqueeze(1)
-        return Replacement(members, (U * size).to(self.parts.U), V.to(self.parts.U), now - r * always)
+        return Replacement(members, (U * size).to(self.parts.U), V.to(self.parts.U))
 
 
 def _replace(

@@ -84,6 +84,10 @@ class ImportanceFunction(nn.Module):
     @abstractmethod
     def forward(self, h: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]: ...
 
+    def stretch(self, factor: float) -> None:
+        """Move every raw importance `factor` times as far from a half. A function that cannot do so
+        leaves itself as it is."""
+
 
 class JointImportance(nn.Module):
     """Raw importances of every decomposed layer, from what the clean pass shows of all of them.
@@ -93,6 +97,9 @@ class JointImportance(nn.Module):
 
     @abstractmethod
     def forward(self, layers: Mapping[str, LayerActivations]) -> dict[str, Tensor]: ...
+
+    def stretch(self, factor: float) -> None:
+        """As `ImportanceFunction.stretch`, for all layers."""
 
     def named(self) -> dict[str, nn.Parameter | Tensor]:
         """Parameters and buffers, by the names they have in a checkpoint."""
@@ -109,6 +116,10 @@ class PerLayer(JointImportance):
 
     def forward(self, layers: Mapping[str, LayerActivations]) -> dict[str, Tensor]:
         return {name: function(layers[name].inner) for name, function in self.functions.items()}
+
+    def stretch(self, factor: float) -> None:
+        for function in self.functions.values():
+            function.stretch(factor)
 
     def named(self) -> dict[str, nn.Parameter | Tensor]:
         tensors: dict[str, nn.Parameter | Tensor] = {}
@@ -181,6 +192,9 @@ class MLPImportance(ImportanceFunction):
         raw = torch.bmm(hidden, self.w_out.unsqueeze(-1)).squeeze(-1).T + self.b_out
         return raw.reshape(h.shape)
 
+    def stretch(self, factor: float) -> None:
+        _stretch(self.w_out, self.b_out, factor)
+
 
 @register_importance("linear")
 class LinearImportance(ImportanceFunction):
@@ -193,6 +207,9 @@ class LinearImportance(ImportanceFunction):
 
     def forward(self, h: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
         return h * self.w + self.b
+
+    def stretch(self, factor: float) -> None:
+        _stretch(self.w, self.b, factor)
 
 
 @register_importance("layer_mlp")
@@ -214,3 +231,12 @@ class LayerMLPImportance(ImportanceFunction):
 
     def forward(self, h: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]:
         return F.linear(F.gelu(F.linear(h, self.w_in, self.b_in)), self.w_out, self.b_out)
+
+    def stretch(self, factor: float) -> None:
+        _stretch(self.w_out, self.b_out, factor)
+
+
+@torch.no_grad()
+def _stretch(weight: Tensor, bias: Tensor, factor: float) -> None:
+    weight.mul_(factor)
+    bias.mul_(factor).add_(0.5 - 0.5 * factor)

@@ -41,6 +41,7 @@ from rankone.losses import DIVERGENCES
 from rankone.metrics import l0
 from rankone.metrics_log import MetricsLog, Observer, Progress, Record
 from rankone.model import DecomposedModel
+from rankone.neurons import add_neurons
 from rankone.optim import Adam, learning_rate
 from rankone.patching import frozen
 from rankone.step import Divergence, Step, faithfulness, set_gradients
@@ -114,6 +115,9 @@ class Training:
                     if self.config.init in DATA_INITS:
                         first = batches(self.data, self.config.seed, stream="init")
                         self.model.start_from_data(first, self.config.seed)
+                    if self.config.init == "mixed":
+                        again = batches(self.data, self.config.seed, stream="init")
+                        add_neurons(self.model, again, self.config.seed)
                     if self.start is None:
                         self._warm_up()
                     if self.config.relative:
@@ -205,11 +209,14 @@ class Training:
         stream = batches(self.data, config.seed, start=self.step)
         began = time.perf_counter() - self.seconds
         last_time, last_step = time.perf_counter(), self.step
+        sharpened = round(config.sharpen_at * config.steps)
         moments = {round(share * config.steps) for share in config.consolidate_at}
         while self.step < config.steps:
             index = self.step
             if index in moments:
                 self._consolidate(index)
+            if index == sharpened and config.sharpen_by > 1:
+                self.model.importance.stretch(config.sharpen_by)
             batch = next(stream)
             step, total, terms = self.take_step(index, to_device(batch, self.model.device))
             self.step = index + 1

@@ -24,6 +24,10 @@ Where only k dense parts are known, missing are those of the k largest that are 
 stray is every entry of another part above 0.1. Whole matrices are not counted there: nothing is
 known of how many there should be.
 
+**Opposites.** Where a network writes (or reads) two features in opposite directions, the two together
+are one matrix of rank one, a channel with a sign: one part may serve both, and costs no more. Nothing
+tells two parts from one there, so the judge takes whichever reading leaves fewer errors.
+
 **Cosine** is between the true matrix of a mechanism and the sum of the parts it was given, on the
 inputs that occur. A network is **recovered** if there is no error and the mean cosine is at least 0.9.
 """
@@ -39,6 +43,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankone.collection.base import Dense, KnownNetwork, Mechanisms, inputs_tensor
+from rankone.collection.opposites import joined, opposites
 from rankone.data import Batch, batches, mean_over_data, row_weights
 from rankone.errors import ConfigError, LayerError
 from rankone.evaluate import HARD_BATCHES, SHARES
@@ -263,6 +268,18 @@ def _judge_layer(
         missing = int((g[:, check.order[: truth.k]].amax(0) < CERTAIN).sum()) + max(0, truth.k - parts.C)
         return LayerJudgement(missing, check.errors - missing, 0, 0, None)
     needed = network.needed_on_probe(name)
+    best = _judge_mechanisms(truth, needed, parts, g)
+    for pair in opposites(truth):
+        together = _judge_mechanisms(*joined(truth, needed, pair), parts, g)
+        if together.errors < best.errors:
+            truth, needed = joined(truth, needed, pair)
+            best = together
+    return best
+
+
+def _judge_mechanisms(
+    truth: Mechanisms, needed: Bool[Tensor, "rows K"], parts: Parts, g: Float[Tensor, "rows C"]
+) -> LayerJudgement:
     given = assign(g, needed, truth, parts)
     missing, stray, split, merged = count_errors(g, needed, given, _slots(truth, parts))
     cosines = []
