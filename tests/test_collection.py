@@ -190,6 +190,34 @@ def test_the_judge_agrees_with_the_papers_check(seed):
     assert judgement.layers["embed"].errors == identity_check(g).errors
 
 
+@pytest.mark.parametrize(("sign", "right"), [(-1.0, True), (1.0, False)])
+def test_two_signs_of_one_channel_may_share_a_part(sign, right):
+    """Features that are written in opposite directions: two parts or one, either is right. Features
+    that are written in the same direction are two."""
+    W = torch.eye(3, 4)[:, [0, 0, 1, 2]]
+    W[:, 1] *= sign
+    model = torch.nn.Sequential(base.linear(W)).eval().requires_grad_(False)
+    known = base.KnownNetwork(
+        "own",
+        model,
+        lambda generator: torch.eye(4)[torch.randint(4, (64,), generator=generator)],
+        {"0": 4},
+        {"0": Mechanisms(base.columns(W))},
+        0.75 * torch.eye(4),
+        lambda x: {"0": x != 0},
+    )
+
+    class Shared:
+        def components(self, layer):
+            return SimpleNamespace(U=torch.eye(3), V=W.clone())
+
+        def importances(self, x):
+            return {"0": ((x @ W.T) != 0).float()}
+
+    assert judge(known, Shared()).recovered == right
+    assert judge(known, true_decomposition(known)).recovered
+
+
 def test_too_few_parts_are_missing_ones():
     needed = torch.eye(3, dtype=torch.bool)
     assert count_errors(torch.eye(3)[:, :2], needed, [[0], [1], []], (1, 1, 1)) == (1, 0, 0, 0)

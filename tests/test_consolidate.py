@@ -1,6 +1,5 @@
 """Groups of subcomponents that are more than their rank needs: replaced, and nothing else touched."""
 
-import pytest
 import torch
 from torch import nn
 

@@ -47,6 +47,15 @@ def test_every_function_keeps_shapes_and_is_reproducible(kind, lead):
     assert torch.equal(made[0](h), made[1](h))
 
 
+@pytest.mark.parametrize("kind", sorted(IMPORTANCES))
+def test_stretching_moves_every_importance_away_from_a_half(kind):
+    made = function(kind, 4)
+    h = torch.randn(7, 4)
+    before = made(h)
+    made.stretch(3.0)
+    torch.testing.assert_close(made(h) - 0.5, 3 * (before - 0.5), atol=1e-5, rtol=1e-5)
+
+
 def test_only_the_layer_function_sees_its_neighbours():
     for kind, sees in (("mlp", False), ("linear", False), ("layer_mlp", True)):
         gate = function(kind, 3)

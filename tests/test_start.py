@@ -6,10 +6,11 @@ from torch import nn
 
 import rankone
 from conftest import small_mlp, uniform
-from rankone.components import datapoints_init
+from rankone.components import datapoints_init, mixed_init
 from rankone.data import batches
 from rankone.masks import Mask
 from rankone.model import DecomposedModel
+from rankone.neurons import add_neurons
 from rankone.runs.config import experiment_config
 from rankone.targets.sparse import SparseFeatures
 
@@ -114,3 +115,72 @@ def test_training_starts_there_and_resumes_to_the_same_bits(tmp_path):
     assert resumed.history == whole.history
     other = rankone.decompose(small_mlp(), uniform(rows=200), {"*": 8}, config | {"seed": 1})
     assert other.history != whole.history
+
+
+def test_inputs_that_are_much_alike_give_no_huge_parts():
+    """Least squares writes W as parts that cancel; `mixed` rather leaves out what is hardly reached."""
+    torch.manual_seed(0)
+    W = torch.randn(4, 6)
+    inputs = torch.ones(200, 6) + 0.05 * torch.randn(200, 6)
+    inputs = torch.cat([inputs, torch.eye(6)[:1]])
+    sizes = []
+    for init in (datapoints_init, mixed_init):
+        U, V = init(W, inputs, 12, torch.Generator().manual_seed(0))
+        sizes.append(float((U.norm(dim=0) * V.norm(dim=1)).max() / W.norm()))
+        kept = (U @ V @ torch.ones(6) - W @ torch.ones(6)).norm() / (W @ torch.ones(6)).norm()
+        assert kept < 0.1  # the direction that all have in common is there in either
+    assert sizes[0] > 2 > 1 > sizes[1]
+
+
+def added(target, data, C, **options):
+    model = DecomposedModel(target.eval().requires_grad_(False), C, init="mixed", **options)
+    start(model, data)
+    before = {name: layer.subcomponents.weight().detach().clone() for name, layer in model.layers.items()}
+    counts = add_neurons(model, batches(data, 0, stream="init"), 0)
+    return model, counts, before
+
+
+def test_neurons_are_parts_where_few_of_them_answer():
+    """Six ANDs of twelve bits: many bits are on at a time, few gates are."""
+    read, write = nn.Linear(12, 6), nn.Linear(6, 5, bias=False)
+    with torch.no_grad():
+        read.weight.copy_(torch.eye(6).repeat_interleave(2, 1))
+        read.bias.fill_(-1.5)
+
+    def bits(generator):
+        return (torch.rand(512, 12, generator=generator) < 0.3).float()
+
+    model, counts, _ = added(nn.Sequential(read, nn.ReLU(), write), bits, {"0": 20, "2": 20})
+    assert counts == {"0": 6}  # nothing acts on the outputs of the last layer one by one
+    parts = model.layer("0").subcomponents
+    rows = nn.functional.normalize(parts.V[-6:], dim=1)
+    torch.testing.assert_close(rows, nn.functional.normalize(read.weight, dim=1))
+    torch.testing.assert_close(parts.U[:, -6:] @ parts.V[-6:], read.weight / 2)
+
+
+def test_where_inputs_are_sparser_or_nothing_acts_on_neurons_all_stays_as_it_was():
+    torch.manual_seed(0)
+    W = torch.randn(6, 12)
+
+    def one_hot(generator):
+        return torch.eye(12)[torch.randint(12, (512,), generator=generator)]
+
+    def dense(generator):
+        return torch.randn(512, 12, generator=generator)
+
+    for data, acts in ((one_hot, nn.ReLU()), (dense, nn.Identity())):
+        first = nn.Linear(12, 6, bias=False)
+        with torch.no_grad():
+            first.weight.copy_(W)
+        model, counts, before = added(nn.Sequential(first, acts, nn.Linear(6, 3)), data, {"0": 20})
+        assert counts == {}
+        assert torch.equal(model.layer("0").subcomponents.weight(), before["0"])
+
+
+def test_a_run_from_mixed_parts_is_reproducible():
+    torch.manual_seed(0)
+    model = small_mlp()
+    config = {"steps": 20, "engine": "exact"}
+    results = [rankone.decompose(model, uniform(4, 64), {"*": 12}, config, progress=False) for _ in range(2)]
+    for a, b in zip(*(r.model.named_tensors().values() for r in results), strict=True):
+        assert torch.equal(a, b)
