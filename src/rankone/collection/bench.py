@@ -35,7 +35,7 @@ from rankone.train import Interrupted
 
 Method = Callable[[KnownNetwork, int], Found]
 Notice = Callable[[str], None]
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class Result:
     quality: dict[str, float]
     message: str = ""
     """Why the method failed."""
+    called_good: bool | None = None
+    """What the method itself says of its result (`found.verdict.good`), which does not know the truth;
+    None where it says nothing, or could not judge."""
+    reasons: tuple[str, ...] = ()
+    """Its reasons, where it does not call it good."""
 
     @property
     def recovered(self) -> bool:
@@ -144,7 +149,10 @@ def _code() -> str:
         "tables.py", "views.py", "looking.py", "editing.py", "options.py", "config_commands.py",
     }  # fmt: skip
     counted = [path for path in sorted(root.glob("*.py")) if path.name not in shown_only]
-    counted += [*sorted((root / "fast").glob("*.py")), root / "collection" / "judge.py"]
+    counted += [
+        *sorted((root / "fast").glob("*.py")),
+        *(root / "collection" / f"{name}.py" for name in ("judge", "opposites")),
+    ]
     return sha256(b"\n".join(path.read_bytes() for path in counted))[:16]
 
 
@@ -171,7 +179,8 @@ def _stored(directory: RunDirectory, about: Mapping[str, Any], name: str, seed: 
         return None
     if name not in _DIGESTS:
         _DIGESTS[name] = network(name).digest
-    return Result(**content["result"]) if content["network"] == _DIGESTS[name] else None
+    fields = content["result"] | {"reasons": tuple(content["result"].get("reasons", ()))}
+    return Result(**fields) if content["network"] == _DIGESTS[name] else None
 
 
 def _one(method: Method, name: str, seed: int) -> tuple[Result, str]:
@@ -179,17 +188,22 @@ def _one(method: Method, name: str, seed: int) -> tuple[Result, str]:
     with one_thread():
         known = network(name)
         began = time.monotonic()
-        judgement, message = None, ""
+        judgement, message, own = None, "", None
         try:
             found = method(known, seed)
             seconds = time.monotonic() - began
             judgement = judge(known, found).to_dict()
+            own = getattr(found, "verdict", None)
         except Interrupted as stop:
             raise KeyboardInterrupt from stop
         except RankoneError as error:
             seconds, message = time.monotonic() - began, str(error)
         truth = judge(known, true_decomposition(known)).shares
-    result = Result(name, half_of(name), seed, seconds, judgement, truth, known.quality, message)
+    good = getattr(own, "good", None)
+    reasons = () if good else tuple(getattr(own, "reasons", ()))
+    result = Result(
+        name, half_of(name), seed, seconds, judgement, truth, known.quality, message, good, reasons
+    )
     return result, known.digest
 
 

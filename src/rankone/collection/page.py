@@ -14,7 +14,7 @@ from rankone.metrics import wilson
 from rankone.paper.tables import Table
 
 HEAD = (
-    "network", "half", "recovered", "errors", "missing", "stray", "split", "merged", "cosine", "L0",
+    "network", "half", "recovered", "called good", "errors", "missing", "stray", "split", "merged", "cosine", "L0",
     "true L0", "sum", "importance", "rounded", "deletion", "attack", "attack on truth", "seconds",
 )  # fmt: skip
 KINDS = ("missing", "stray", "split", "merged")
@@ -31,7 +31,20 @@ def table(results: Sequence[Result]) -> Table:
     rows = [
         _row(name, [r for r in results if r.name == name]) for name in dict.fromkeys(r.name for r in results)
     ]
-    return Table(f"Benchmark: {verdict(results)}", NOTE, HEAD, rows)
+    return Table(f"Benchmark: {verdict(results)}", f"{NOTE} {calibration(results)}".strip(), HEAD, rows)
+
+
+def calibration(results: Sequence[Result]) -> str:
+    """How often the method's own verdict was right; nothing where it gave none."""
+    called = [r for r in results if r.called_good is not None]
+    if not called:
+        return ""
+    good = [r.recovered for r in called if r.called_good]
+    wrong = [not r.called_good for r in results if not r.recovered]
+    return (
+        f"Its own verdict, made without the truth: of {len(good)} results called good {sum(good)} are recovered; "
+        f"of {len(wrong)} that are not recovered {sum(wrong)} are not called good."
+    )
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -48,12 +61,13 @@ def _row(name: str, results: Sequence[Result]) -> tuple[str, ...]:
     judged = [r.judgement for r in results if r.judgement is not None]
     share = f"{sum(r.recovered for r in results)} of {len(results)}"
     if not judged:
-        return (name, results[0].half, share, "failed", *[""] * (len(HEAD) - 4))
+        return (name, results[0].half, share, "", "failed", *[""] * (len(HEAD) - 5))
     truth = _mean([r.truth.get("attack_20") for r in results])
     return (
         name,
         results[0].half,
         share,
+        f"{sum(bool(r.called_good) for r in results)} of {len(results)}",
         "/".join("-" if r.judgement is None else str(r.judgement["errors"]) for r in results),
         *(str(sum(j[kind] for j in judged)) for kind in KINDS),
         _number(_mean([j["cosine"] for j in judged])),
