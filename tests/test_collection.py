@@ -397,7 +397,7 @@ def test_a_method_that_fails_takes_no_other_with_it(tmp_path):
     assert [r.recovered for r in results] == [False, True]
     assert results[0].message == "not this one"
     made = page.table(results)
-    assert made.rows[0][:4] == ("xors_built", "develop", "0 of 1", "failed")
+    assert made.rows[0][:5] == ("xors_built", "develop", "0 of 1", "", "failed")
     assert "failed" in page.table(results).markdown()
 
 
@@ -481,3 +481,24 @@ def test_every_network_is_documented():
     text = (ROOT / "docs/benchmark.md").read_text()
     for name, entry in ENTRIES.items():
         assert f"| `{name}` | {split.half_of(name)} | {entry.about} |" in text
+
+
+def test_a_methods_own_verdict_is_shown_beside_the_truth(tmp_path):
+    def sure(known, seed):
+        found = true_decomposition(known) if seed == 0 else blind(known, seed)
+        return SimpleNamespace(
+            importances=found.importances,
+            components=found.components,
+            verdict=SimpleNamespace(good=seed != 1, reasons=("looks odd",)),
+        )
+
+    results = bench.run(sure, ["blocks_mixed"], 3, tmp_path)
+    assert [(r.recovered, r.called_good, r.reasons) for r in results] == [
+        (True, True, ()),
+        (False, False, ("looks odd",)),
+        (False, True, ()),
+    ]
+    words = page.calibration(results)
+    assert "of 2 results called good 1 are recovered; of 2 that are not recovered 1 are not called" in words
+    assert page.calibration(bench.run(perfect, ["blocks_mixed"], 1, tmp_path / "silent")) == ""
+    assert bench.run(sure, ["blocks_mixed"], 3, tmp_path) == results  # read again from files
