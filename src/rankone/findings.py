@@ -23,12 +23,14 @@ experiments that are right have 0.003 to 0.02."""
 NOISE = 3.0
 """How many times larger the reconstruction loss may be than the interference of inactive
 subcomponents explains, if it is large at all."""
-ATTACKED = 0.1
-"""Largest divergence under an attack of 20 steps, relative to removing everything; recovered runs of the
-toy models have 0.02 to 0.09."""
-DELETED = 0.03
-"""Largest divergence, relative to removing everything, after what is never important was deleted, and
-with the important subcomponents alone."""
+ATTACKED = 0.04
+"""Largest divergence under an attack of 20 steps, relative to removing everything. On the networks to
+develop with, results that are right have up to 0.022, a mechanism left out 0.05 to 0.25."""
+DELETED = 0.005
+"""Largest divergence, relative to removing everything, after what is never important was deleted. On the
+networks to develop with, results that are right have up to 0.0013, wrong ones often 0.007 to 0.012."""
+ALONE = 0.03
+"""The same with the important subcomponents alone."""
 ROOM = 0.005
 """Below this divergence under random masks, relative to removing everything, minimality could cost
 more."""
@@ -276,16 +278,19 @@ def _unsafe(n: Numbers) -> Iterator[Finding]:
 
 
 def _loses_what_it_deletes(n: Numbers) -> Iterator[Finding]:
-    names = {
-        "deletion": "deleting every subcomponent that is never important",
-        "rounded": "keeping only the important subcomponents of each datapoint",
+    limits = {
+        "deletion": ("deleting every subcomponent that is never important", DELETED),
+        "rounded": ("keeping only the important subcomponents of each datapoint", ALONE),
     }
-    lost = {name: share for name in names if (share := n.relative.get(name)) is not None and share > DELETED}
+    lost = [
+        f"{doing} changes the output by {share:.1%} (limit {limit:.1%})"
+        for name, (doing, limit) in limits.items()
+        if (share := n.relative.get(name)) is not None and share > limit
+    ]
     if lost:
         yield Finding(
             "the rest does work",
-            "; ".join(f"{names[name]} changes the output by {share:.1%}" for name, share in lost.items())
-            + f" of what removing everything does (limit {DELETED:.0%})",
+            f"{'; '.join(lost)} of what removing everything does",
             "training came to rely on what is left of unimportant subcomponents under random masks",
             "set `masks.delta=true` and `masks.sigmoid=straight_through`, or add "
             "`losses.importance_recon.coefficient=1`",
