@@ -53,6 +53,7 @@ def test_good():
         ({"falling": {"loss": 0.5, "l0": 0.0}}, "unconverged"),
         ({"relative": RIGHT.relative | {"attack_20": 0.3}}, "fails under attack"),
         ({"relative": RIGHT.relative | {"rounded": 0.2}}, "the rest does work"),
+        ({"relative": RIGHT.relative | {"deletion": 0.0075}}, "the rest does work"),
         ({"alive": {"0": 15}}, "C too small"),
         ({"near_one": {"0": 0.1}}, "importance coefficient too high"),
         ({"steps_done": 10}, "unfinished"),
@@ -62,6 +63,13 @@ def test_not_good_and_why(changes, reason):
     result = said(**changes)
     assert result.good is False
     assert any(known.startswith(reason) for known in result.reasons)
+
+
+def test_advice_is_about_the_pressure_that_did_it():
+    attacked = RIGHT.relative | {"attack_20": 0.11}
+    for start, advice in ((0.2, "importance_minimality.coefficient_start` to 0.1"), (None, "adversarial")):
+        numbers = dataclasses.replace(RIGHT, relative=attacked, coefficient_start=start)
+        assert advice in findings(numbers)[0].do
 
 
 def test_every_reason_is_said():

@@ -65,6 +65,7 @@ def diagnose(
         decomposition.evaluation = evaluation
     points = _datapoints(decomposition, data, divergence, n_batches, seed)
     alive = {name: len(indices) for name, indices in evaluation.alive.items()}
+    minimality = decomposition.config.losses.get("importance_minimality")
     numbers = Numbers(
         divergence=evaluation.reconstruction,
         relative=evaluation.relative,
@@ -76,6 +77,7 @@ def diagnose(
         rank={name: rank(layer.matrix()) for name, layer in decomposition.model.layers.items()},
         well_tempered=evaluation.well_tempered,
         datapoints=points.different,
+        coefficient_start=getattr(minimality, "coefficient_start", None),
         alive=alive,
         C={name: layer.C for name, layer in decomposition.model.layers.items()},
         falling=_falling(decomposition),

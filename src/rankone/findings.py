@@ -121,6 +121,8 @@ class Numbers:
     rank: dict[str, int] = field(default_factory=dict)
     """Of the original matrices."""
     well_tempered: float | None = None
+    coefficient_start: float | None = None
+    """Of minimality, where its pressure is higher at first than in the end."""
     datapoints: int | None = None
     """How many of the inputs that were looked at differ from each other."""
 
@@ -273,7 +275,10 @@ def _unsafe(n: Numbers) -> Iterator[Finding]:
             f"{share:.1%} of what removing everything does (limit {ATTACKED:.0%}); random masks by "
             f"{n.masked_share:.1%}",
             "what importances call unimportant is unimportant on average, not always",
-            "add `losses.adversarial_recon.persistent=true`, or lower " + BETA3,
+            f"set {BETA3[:-1]}_start` to {n.coefficient_start / 2:g}: pressure was so high at first that "
+            "mechanisms with a small effect were given up"
+            if n.coefficient_start
+            else f"add `losses.adversarial_recon.persistent=true`, or lower {BETA3}",
         )
 
 
