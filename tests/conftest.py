@@ -83,6 +83,8 @@ SLOW = (
     "test_many.py",
     "test_measures.py::test_on_the_command_line",
     "test_model.py::test_other_precisions_train_like_single",
+    "test_padding.py::test_measures_do_not_see_padding",
+    "test_padding.py::test_the_attention_mask_of_a_dict_says_what_is_data",
     "test_readme.py",
     "test_reproduce.py",
     "test_runs.py",
