@@ -72,6 +72,7 @@ SLOW = (
     "test_cli.py::test_two_processes_in_one_directory",
     "test_cli.py::test_what_is_not_ours_is_left_alone",
     "test_diagnose.py",
+    "test_examples.py::test_an_example",
     "test_extending.py::test_a_target_family_from_the_command_line",
     "test_fast.py::test_losses_and_gradients_of_the_papers_runs",
     "test_files.py::test_a_kill_at_every_system_call",
