@@ -20,7 +20,7 @@ from rankone import looking
 from rankone.checkpoint import checkpoint_names, described, earlier_parameters
 from rankone.config import DecompositionConfig, over_recipe
 from rankone.data import Batch, Data, to_device
-from rankone.describe import Facts, as_html, as_text
+from rankone.describe import Facts, as_html, as_text, brief
 from rankone.editing import AblatedModel, Choice, Factors, edited_copy, edits
 from rankone.errors import BatchError, CheckpointError, ConfigError
 from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
@@ -210,8 +210,13 @@ class Decomposition:
             steps=self.config.steps,
             steps_done=self.config.steps if self.steps_done is None else self.steps_done,
             seconds=self.seconds,
-            judgement="" if self._verdict is None else f"Verdict: {self._verdict}.",
+            judgement="" if self._verdict is None else f"Verdict: {self._in_a_line(self._verdict)}.",
         )
+
+    @staticmethod
+    def _in_a_line(verdict: "Verdict") -> str:
+        line = brief(verdict.word, verdict.reasons, good=verdict.good)
+        return line if verdict.good else f"{line} (result.diagnose() says what to do)"
 
     def __repr__(self) -> str:
         return as_text(self.facts)
@@ -304,7 +309,7 @@ def decompose(
             directory = RunDirectory.claim(out)
             result = _in_directory(directory, decomposed, data, config, divergence, resume, watching, start)
     if shown_by_default(progress, observer):
-        say_verdict(lambda: str(result.verdict))
+        say_verdict(lambda: result._in_a_line(result.verdict))
     return result
 
 
