@@ -188,6 +188,11 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
         raise BatchError(
             f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional arguments of "
             "the model), a dict (keyword arguments) or a WeightedBatch of one of these."
+            + (
+                " torch.as_tensor(batch).float() makes one of an array."
+                if hasattr(batch, "__array__")
+                else ""
+            )
         )
     try:
         return model(*args, **kwargs)
@@ -281,6 +286,11 @@ def _unbindable(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> Iterator[Batch]:
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
+    if hasattr(data, "__array__") and not isinstance(data, Tensor):
+        raise BatchError(
+            f"data is a {type(data).__name__}; expected tensors. Pass torch.as_tensor(array).float(), rows first "
+            "(of a table: frame.to_numpy())."
+        )
     if isinstance(data, Tensor | Mapping | WeightedBatch):
         yield from _rows(data, seed, start, stream)
     elif isinstance(data, Iterable):
@@ -295,6 +305,11 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
         raise BatchError(
             f"data is a {type(data).__name__}; expected a tensor of datapoints, an iterable of batches (a "
             "list, a DataLoader) or a function that draws a batch from a torch.Generator."
+            + (
+                " A dataset needs a DataLoader, whose collate_fn leaves labels out."
+                if hasattr(data, "__getitem__")
+                else ""
+            )
         )
 
 

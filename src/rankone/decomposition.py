@@ -28,7 +28,7 @@ from rankone.looking import Grouping
 from rankone.metrics_log import Observer, Progress, Record, parse_metrics
 from rankone.model import DecomposedModel
 from rankone.patching import OutputGetter, refuse_unusable
-from rankone.progress import RunDisplay, say_verdict, shown_by_default
+from rankone.progress import RunDisplay, greeting, say_verdict, shown_by_default
 from rankone.room import LayerChoice, chosen_layers
 from rankone.settings import validated
 from rankone.step import Divergence
@@ -324,12 +324,7 @@ def _watched(
     if not shown_by_default(progress, observer):
         yield observer
         return
-    layers = len(decomposed.layers)
-    greeting = (
-        f"Decomposing {layers} layer{'s' * (layers > 1)} of {type(decomposed.target).__name__}, "
-        f"{config.steps:,} steps."
-    )
-    with RunDisplay(config.steps, greeting=greeting) as display:
+    with RunDisplay(config.steps, greeting=greeting(decomposed, config.steps, config.matrices)) as display:
 
         def both(progress: Progress) -> None:
             display(progress)

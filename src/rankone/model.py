@@ -24,7 +24,6 @@ from rankone.data import (
     check_batch,
     generator_for,
     given_weights,
-    shapes_of,
     tensors_of,
     to_device,
 )
@@ -35,6 +34,7 @@ from rankone.masks import Mask, Masks
 from rankone.naming import Matrices, adapters_of, candidates, chosen_among, find_ties
 from rankone.patching import (
     OutputGetter,
+    cannot_run,
     frozen,
     one_pass_at_a_time,
     overridden,
@@ -201,10 +201,7 @@ class DecomposedModel(nn.Module):
                 self._verified_in_mode = self.target.training
             return self._observe(batch)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise TargetError(
-                f"The target cannot be run on a batch of {shapes_of(batch)}: {error}. Check that the "
-                "data gives what the model takes: shapes, types, device."
-            ) from error
+            raise cannot_run(self.target, batch, error) from error
 
     def _observe(self, batch: Batch, outputs: dict[str, list[Activation]] | None = None) -> CleanPass:
         """A clean pass; copies of what every call of a layer returned go into `outputs`."""
