@@ -131,7 +131,7 @@ def keep(result: rankone.Decomposition, text: str, out: Path | None) -> None:
 
 
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy for labels that are not quite sure, so that the network is not surer than it should be."""
+    """Cross-entropy with labels that leave some doubt, so that the network is no surer than it should be."""
     return nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
 
 

@@ -132,8 +132,8 @@ def weights_for(
     else:
         what = "row weights" if n == 1 else "weights of positions (or an attention mask)"
         raise BatchError(
-            f"{whose} came with datapoints of shape {wanted}, but the batch has {what} of shape {shape}, which "
-            "do not fit them. A divergence of your own must return one number per datapoint, rows first. "
+            f"{whose} came with datapoints of shape {wanted}, but the batch has {what} of shape {shape}, "
+            "which do not fit them. A divergence of your own must return one number per datapoint, rows first. "
             "Where a layer has other positions than the data, leave it out, or give weights for rows alone: "
             "with WeightedBatch(inputs, torch.ones(rows)) all positions count."
         )
@@ -232,8 +232,8 @@ def check_batch(batch: Batch) -> None:
         raise BatchError(
             "The weights of a WeightedBatch must be non-negative numbers with a positive sum."
             if isinstance(batch, WeightedBatch)
-            else "The batch's attention_mask is 0 everywhere, so there is no data in it. 1 is for data, 0 for "
-            "padding."
+            else "The batch's attention_mask is 0 everywhere, so there is no data in it. 1 is for data, 0 "
+            "for padding."
         )
 
 
@@ -288,8 +288,8 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
     if hasattr(data, "__array__") and not isinstance(data, Tensor):
         raise BatchError(
-            f"data is a {type(data).__name__}; expected tensors. Pass torch.as_tensor(array).float(), rows first "
-            "(of a table: frame.to_numpy())."
+            f"data is a {type(data).__name__}; expected tensors. Pass torch.as_tensor(array).float(), rows "
+            "first (of a table: frame.to_numpy())."
         )
     if isinstance(data, Tensor | Mapping | WeightedBatch):
         yield from _rows(data, seed, start, stream)

@@ -188,8 +188,8 @@ def _why_nothing(pattern: str, hits: list[str], known: Candidates, target: nn.Mo
     owner = pattern.rpartition(".")[0]
     if pattern in plain and owner in known.split:
         return (
-            f"{pattern!r} is a parameter of a {type(known.modules[owner]).__name__}, which is seen as several "
-            f"matrices. Name them: {', '.join(known.split[owner])}."
+            f"{pattern!r} is a parameter of a {type(known.modules[owner]).__name__}, which is seen as "
+            f"several matrices. Name them: {', '.join(known.split[owner])}."
         )
     if pattern in plain:
         return (

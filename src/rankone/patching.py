@@ -115,8 +115,8 @@ def pick_output(result: Any, getter: OutputGetter) -> Tensor:
         how = "returns" if getter is None else f"with output={getter!r} gives"
         raise TargetError(
             f"The target {how} a {type(picked).__name__}, but a tensor is needed to compare "
-            "outputs. Pass output= "
-            f"a name (output='logits'), an index (output=0) or a function that gets the tensor.{_inside(picked)}"
+            "outputs. Pass output= a name (output='logits'), an index (output=0) or a function that gets "
+            f"the tensor.{_inside(picked)}"
         )
     return picked
 
@@ -190,8 +190,8 @@ def refuse_unusable(target: Any) -> None:
         raise TargetError(f"The target is a {type(target).__name__}; expected a trained torch.nn.Module.")
     if isinstance(target, torch.jit.ScriptModule):
         raise TargetError(
-            "The target is a ScriptModule: what its layers do was compiled, and cannot be replaced. Decompose "
-            "the module that it was made from."
+            "The target is a ScriptModule: what its layers do was compiled, and cannot be replaced. "
+            "Decompose the module that it was made from."
         )
     if any(t.is_meta for t in (*target.parameters(), *target.buffers())):
         raise TargetError(
