@@ -118,7 +118,7 @@ def well_tempered(step: Step, trials: int = TRIALS) -> tuple[float, float] | Non
         weights = step.each_weight(name).double()
         among = weights > 0
         flat = g.reshape(-1, g.shape[-1])
-        likely = flat[among].cpu()
+        likely = (flat if bool(among.all()) else flat[among]).cpu()
         importances, damages = [], []
         for trial in range(trials):
             chances = torch.where(likely > IMPORTANT, 1.0, 1e-9) if trial % 2 else torch.ones_like(likely)
