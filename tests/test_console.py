@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import rankone
+from conftest import small_mlp, uniform
 from rankone import console, terminal
 from rankone.console import ParallelDisplay
 from rankone.metrics_log import Progress
@@ -28,6 +30,15 @@ def screen_of(width=80):
 def progress(step=12_000, steps=40_000, ms=5.0):
     record = {"loss": dict.fromkeys(LOSSES, 0.001), "l0": {"embed": 0.25, "unembed": 0.5}}
     return Progress(record, step, steps, 60.0, ms)
+
+
+def test_the_diagnosis_of_a_run_with_the_recipe(capsys):
+    """Its loss falls to the end whatever happens, so it is not looked at."""
+    config = {"steps": 60, "log_every": 1}
+    console.print_diagnosis(rankone.decompose(small_mlp(), uniform(), {"*": 5}, config).diagnose())
+    said = capsys.readouterr().out
+    assert "late in training" in said
+    assert "important subcomponents " in said
 
 
 def test_a_narrow_terminal_shows_what_matters():

@@ -42,7 +42,7 @@ def test_data_that_ends():
         take((torch.zeros(1) for _ in range(2)), 3)
     with pytest.raises(RankoneError, match="data is empty"):
         take([], 1)
-    with pytest.raises(RankoneError, match=r"data is a int; expected an iterable"):
+    with pytest.raises(RankoneError, match=r"data is a int; expected a tensor of datapoints"):
         take(3, 1)
 
 

@@ -40,9 +40,9 @@ def gate(C: int, d_gate: int, scale: float = 1.0):
     return function
 
 
-def gated(function, h, penalty=None, row_weights=None):
+def gated(function, h, penalty=None, weights=None):
     """One layer's gates by the kernels, and its penalty."""
-    made, total = fast.gated({"layer": fast.Gate(function, h, KEY)}, penalty, row_weights)
+    made, total = fast.gated({"layer": fast.Gate(function, h, KEY, weights)}, penalty)
     return made["layer"], total
 
 

@@ -302,6 +302,15 @@ class TestLowRankAdapters:
         result = rankone.decompose_difference(base, tuned, [x], config=rankone.DecompositionConfig(steps=1))
         assert {n: result.model.layers[n].C for n in result.layers} == {"0.change": 4, "2.change": 4}
 
+    def test_a_base_into_which_peft_put_its_matrices(self):
+        base, tuned = self.tuned()
+        inside = tuned.get_base_model()  # what `get_peft_model(base, ...)` makes of its argument
+        x = torch.randn(3, 4)
+        target = difference(inside, tuned)
+        torch.testing.assert_close(target(x), tuned(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(target[0].base(x), base[0](x))
+        torch.testing.assert_close(difference(base, inside)(x), tuned(x), rtol=1e-4, atol=1e-5)
+
     def test_what_is_refused(self):
         _, tuned = self.tuned()
         tuned.merge_adapter()

@@ -311,7 +311,7 @@ def test_kernels_follow_the_rules(penalty, masks):
     quick, exact = gate(6, 16), gate(6, 16).double()
     h = (torch.randn(300, 6) * (torch.rand(300, 6) < 0.6)).requires_grad_()
     H = h.detach().double().requires_grad_()
-    made, paid = gates.gated({"layer": gates.Gate(quick, h, KEY)}, penalty, None, masks)
+    made, paid = gates.gated({"layer": gates.Gate(quick, h, KEY)}, penalty, masks)
     raw = exact(H)
     g = masks.importance(raw)
     mask = g + (1 - g) * masks.random(KEY, raw)

@@ -295,3 +295,36 @@ def test_initial_values_match_method_notes():
     assert abs(gate.w_out.std().item() - 1 / 8) < 0.003
     assert gate.b_in.abs().max() == 0
     assert gate.b_out.abs().max() == 0
+
+
+@pytest.mark.parametrize("engine", [Step, FastStep])
+@pytest.mark.parametrize("kinds", [["linear", "conv1d"], ["embedding", "linear", "linear_no_bias"]])
+@pytest.mark.parametrize("divergence", ["mse", "kl"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_positions_that_are_no_data(engine, kinds, divergence, weighted):
+    """Of a batch with a mask of positions every loss is the literal one over the others, and with weights
+    of whole numbers, the literal one with copies; values and gradients."""
+    torch.manual_seed(0)
+    chain, _ = build(kinds, [3, 4, 2, 3], 5)
+    model = DecomposedModel(chain, {"layers.*": 3}, seed=1)
+    scatter_gates(model, 2)
+    lead = (3, 4)
+    shape = lead if kinds[0] == "embedding" else (*lead, 3)
+    x = torch.randint(0, 5, shape) if kinds[0] == "embedding" else torch.randn(shape, dtype=torch.float64)
+    weights = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    if weighted:
+        weights = weights * torch.tensor([2, 1, 3, 1])
+    index = torch.arange(12).repeat_interleave(weights.flatten()).tolist()
+    X = [x.flatten(0, 1)[i] for i in index]
+    R = [[r[index] for r in sample] for sample in draws(model, lead, 2, 7)]
+    originals = [layer.matrix() for layer in model.layers.values()]
+    prefixes = [literal_network(chain, up_to=i) for i in range(len(kinds))]
+    layers = literal_layers(model, "mlp", [lambda x, f=f: f(x, originals) for f in prefixes])
+    literal = literal_losses(literal_network(chain), layers, X, R, divergence, 1.0)
+    literal["frequency"] = oracle.frequency(layers, X)
+    batch = WeightedBatch(x, weights.double() if weighted else weights.bool())
+    with engine.ready(model):
+        ours = engine_losses(engine, model, batch, divergence, 2, 1.0, 7)
+        step = engine(model, batch, {}, DIVERGENCES[divergence], seed=7)
+        ours["frequency"] = LOSSES["frequency"]().value(step)
+    assert_same(ours, literal, model.named_tensors())

@@ -1,8 +1,12 @@
 """What is shipped: typed, quick to start, complete enough that an unpacked sdist passes these tests."""
 
+import re
+import runpy
 import subprocess
 import sys
 import tomllib
+
+import pytest
 
 from conftest import ROOT
 
@@ -36,6 +40,20 @@ def test_the_sdist_has_what_tests_read():
         assert (ROOT / name).exists(), name
     read = {"src", "tests", "docs", "examples", "benchmarks", "results", ".ci", "README.md", "CHANGELOG.md"}
     assert read <= included
+
+
+def test_links_of_the_readme_on_a_package_index():
+    pytest.importorskip("hatchling")
+    namespace = runpy.run_path(str(ROOT / "hatch_build.py"))
+    absolute = namespace["absolute"]
+    text = "![a figure](results/a.svg) [b](docs/b.md#c) [d](https://d.org) [e](#e)"
+    assert absolute(text, "") == text
+    assert absolute(text, "https://x.org/blob/v1") == (
+        "![a figure](https://x.org/raw/v1/results/a.svg) [b](https://x.org/blob/v1/docs/b.md#c) "
+        "[d](https://d.org) [e](#e)"
+    )
+    page = absolute((ROOT / "README.md").read_text(), "https://x.org/blob/v1")
+    assert not re.search(r"\]\((?!https?:|#)", page)
 
 
 def test_public_names_are_what_a_type_checker_sees():

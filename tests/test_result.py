@@ -292,8 +292,8 @@ def test_a_report_about_any_network(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["net.html"]
     for words in (
         "A network of the class <code>Sequential</code>",
-        "It does not hold yet",
-        "<code>result.diagnose()</code> says what is wrong",
+        "<strong>Not good</strong>",
+        "<code>result.diagnose()</code> says what to do",
         "Which subcomponents are alive",
         "Importances on a sample of the data",
         "Training",
@@ -335,24 +335,34 @@ def test_the_table_of_the_alive_is_right(made):
 
 
 @pytest.mark.parametrize(
-    ("relative", "alive", "l0", "word"),
+    ("good", "alive", "kind", "headline"),
     [
-        ({"sum": 0.001, "rounded": 0.01, "attack_20": 0.05}, [0, 1, 2, 3], 1.0, "yes"),
-        ({"sum": 0.001, "rounded": 0.01, "attack_20": 0.05}, [0, 1, 2, 3], 3.9, "open"),
-        ({"sum": 0.1, "rounded": 0.01, "attack_20": 0.05}, [0, 1, 2, 3], 1.0, "no"),
-        ({"sum": 0.001, "rounded": 0.5, "attack_20": 0.05}, [0, 1, 2, 3], 1.0, "no"),
-        ({"sum": 0.001, "rounded": 0.01, "attack_20": 0.5}, [0, 1, 2, 3], 1.0, "no"),
-        ({"sum": 0.001, "rounded": 1.0, "attack_20": 0.05}, [], 0.0, "no"),
+        (True, [0, 1, 2, 3], "yes", "Good"),
+        (False, [0, 1, 2, 3], "no", "Not good"),
+        (None, [0, 1, 2, 3], "open", "Could not be judged"),
+        (True, [], "no", "Not good"),
     ],
 )
-def test_how_good_it_is_in_words(relative, alive, l0, word):
+def test_how_good_it_is_in_words(good, alive, kind, headline):
+    """The report says what the verdict says, and no other limits."""
     from rankone.evaluate import Evaluation
     from rankone.report.page import quality
+    from rankone.verdict import Verdict
 
-    evaluation = Evaluation({}, relative, None, 0.0, {"a": l0}, {"a": alive}, {}, None, {})
-    said, sentences = quality(evaluation)
-    assert said == word
-    assert all(sentence.endswith((".", ":")) for sentence in sentences)
+    evaluation = Evaluation({}, {}, None, 0.0, {"a": 1.0}, {"a": alive}, {}, None, {})
+    said, words, sentences = quality(Verdict(good, ("unfaithful: too far",)), evaluation)
+    assert (said, words) == (kind, headline)
+    assert sentences[0] == ("Unfaithful: too far." if alive else sentences[0])
+    assert all(sentence.endswith(".") for sentence in sentences)
+
+
+def test_a_verdict_and_a_diagnosis_are_short_and_readable(made):
+    _, result = made
+    text, html = repr(result.diagnose()), result.diagnose()._repr_html_()
+    assert "Numbers(" not in text
+    assert "  It means: " in text or text == "Nothing wrong was found."
+    assert html.startswith(("<ol><li><b>", "<p>"))
+    assert max(map(len, repr(result).splitlines())) < 400
 
 
 @pytest.mark.parametrize("kind", ["conv", "groups", "attention", "gru"])

@@ -43,7 +43,7 @@ def test_each_is_explained():
     assert "layers is 3; expected a mapping from layer name patterns to C" in said["layers"]
     assert "The target is a NoneType; expected a trained torch.nn.Module" in said["model"]
     assert "config: expected a mapping of settings, got list" in said["config"]
-    assert "data is a int; expected an iterable of batches" in said["data"]
+    assert "data is a int; expected a tensor of datapoints, an iterable of batches" in said["data"]
     assert "A batch is a str" in said["batch"]
     assert "A batch is a NoneType" in said["none"]
     assert "keep['0'] is 3; expected the indices of subcomponents, such as [3]" in said["keep"]

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankone.data import Batch, mean_over_data, row_weights
+from rankone.data import Batch, mean_over_data
 from rankone.errors import TrainingError
 from rankone.importance import clipped
 from rankone.model import DecomposedModel
@@ -102,12 +102,12 @@ class Balance:
             weights.append(weight)
         return weights
 
-    def watch(self, raw: Mapping[str, Tensor], weights: Tensor | None, index: int) -> None:
+    def watch(self, raw: Mapping[str, Tensor], weights: Mapping[str, Tensor | None], index: int) -> None:
         """Notice how much is on in each layer, for the price of its importances."""
         if index % WATCHED_EVERY == 0:
             with torch.no_grad():
                 for name, values in raw.items():
-                    on = mean_over_data(clipped(values).sum(-1), weights)
+                    on = mean_over_data(clipped(values).sum(-1), weights[name])
                     self._running(f"on/{name}", on, REMEMBERED**WATCHED_EVERY)
 
     def prices(self, layers: Iterable[str]) -> dict[str, float]:
@@ -144,11 +144,14 @@ def in_units_of_data(model: DecomposedModel, stream: Iterable[Batch]) -> dict[st
     own = {name: layer for name, layer in model.layers.items() if name not in model.tied}
     square, fourth = dict.fromkeys(own, 0.0), dict.fromkeys(own, 0.0)
     for batch in stream:
-        clean, weights = model.clean(batch), row_weights(batch)
+        clean = model.clean(batch)
         for name, layer in own.items():
             a = layer.vectors(clean.inputs[name]).double()
-            sizes = a.square().sum(-1).reshape(a.shape[0], -1).mean(1) if a.dim() > 1 else a.square()
-            per_row = torch.full_like(sizes, 1 / len(sizes)) if weights is None else weights.double()
+            rows = len(a) if a.dim() > 1 else 1
+            each = model.weights(name, clean, a.shape[:-1]).to(a).reshape(rows, -1)
+            per_row = each.sum(1)
+            sizes = (a.square().sum(-1).reshape(rows, -1) * each).sum(1) / per_row.clamp(min=1e-30)
+            per_row = per_row / per_row.sum()
             square[name] += float(per_row @ sizes)
             fourth[name] += float(per_row @ sizes.square())
     units: dict[str, float] = {}

@@ -148,8 +148,9 @@ def run(
             return
         console.print_summary(summary)
         terminal.say(f"Report: {out / 'report.html'}" if can_report() else f"Numbers: {out / 'summary.json'}")
-        if summary.recovered is False:
-            terminal.say(f"What is wrong, and what to do: rankone diagnose {shlex.quote(str(out))}")
+        if summary.recovered is False or (summary.verdict is not None and not summary.verdict.good):
+            which = f" --model {shlex.quote(model)}" if model is not None else ""
+            terminal.say(f"What is wrong, and what to do: rankone diagnose {shlex.quote(str(out))}{which}")
 
 
 @app.command

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankone.data import Data, batches, row_weights, to_device
+from rankone.data import Data, batches, to_device
 from rankone.decomposition import Decomposition
 from rankone.errors import LayerError
 from rankone.files import fingerprint
@@ -87,13 +87,11 @@ def _importances(
     """Layer -> importances of both on the same datapoints, and how much each datapoint counts."""
     found: dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {n: ([], [], []) for n in names}
     for batch in islice(batches(data, seed, stream="evaluation"), n_batches):
-        of_both = [d.importances(to_device(batch, d.model.device)) for d in (a, b)]
-        weights = row_weights(batch)
+        of_both = [d.model.weighted_importances(to_device(batch, d.model.device)) for d in (a, b)]
         for name in names:
-            rows = [g[name].flatten(0, -2).double().cpu() for g in of_both]
-            n = len(rows[0])
-            each = torch.ones(n) if weights is None else weights.cpu().repeat_interleave(n // len(weights))
-            for kept, new in zip(found[name], (*rows, each.double()), strict=True):
+            each = of_both[0][name][1].double().cpu()
+            rows = [g[name][0].double().cpu()[each > 0] for g in of_both]
+            for kept, new in zip(found[name], (*rows, each[each > 0]), strict=True):
                 kept.append(new)
     return {name: (torch.cat(x), torch.cat(y), torch.cat(w)) for name, (x, y, w) in found.items()}
 

@@ -22,10 +22,16 @@ class Part(nn.Module):
     """One matrix of a module that holds several, and its bias: y = W x + b."""
 
     def __init__(
-        self, weight: Callable[[], Tensor], bias: Callable[[], Tensor | None] = lambda: None
+        self,
+        weight: Callable[[], Tensor],
+        bias: Callable[[], Tensor | None] = lambda: None,
+        *,
+        backwards: bool = False,
     ) -> None:
+        """`backwards`: it is called from the last position to the first."""
         super().__init__()
         self._weight, self._bias = weight, bias
+        self.backwards = backwards
 
     @property
     def weight(self) -> Tensor:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from rankone import progress
 from rankone.compare import SAME, Comparison
-from rankone.describe import percent
+from rankone.describe import brief, percent
 from rankone.fast.compiled import MissingKernels, kernels
 from rankone.findings import Diagnosis
 from rankone.measures import ATTACK_STEPS
@@ -161,6 +161,10 @@ def print_summary(summary: Summary) -> None:
     if summary.relative:
         shares = ", ".join(f"{SHARES[n]} {percent(summary.relative.get(n))}" for n in SHARES)
         say(f"In per cent of what removing everything costs: {shares}")
+    if summary.verdict is not None:
+        good = summary.verdict.good
+        style = {True: "bold green", False: "bold red", None: "bold"}[good]
+        say("Verdict: ", (brief(summary.verdict.word, summary.verdict.reasons, good=good), style))
     memory = f", {summary.peak_rss_mb:.0f} MB at most" if summary.peak_rss_mb else ""
     say(f"{summary.wall_seconds or 0:.0f} s, {summary.ms_per_step:.2f} ms/step{memory}")
 
@@ -253,7 +257,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     near_one = ", ".join(f"{name} {share:.0%}" for name, share in n.near_one.items())
     late = "too short to tell"
     if n.falling is not None:
-        late = f"loss {-n.falling['loss']:+.0%}, important subcomponents {-n.falling['l0']:+.0%}"
+        words = {"loss": "loss", "l0": "important subcomponents"}
+        late = ", ".join(f"{words[what]} {-fell:+.0%}" for what, fell in n.falling.items())
     rows = {
         "all subcomponents kept": f"{n.divergence['ones']:.2e}, {n.unmasked_share:.2%} of the scale",
         "random masks": f"{n.divergence['stochastic']:.2e}, {n.masked_share:.2%} of the scale",

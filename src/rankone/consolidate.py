@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rankone.data import Batch, row_weights
+from rankone.data import Batch
 from rankone.importance import MLPImportance, PerLayer, clipped
 from rankone.metrics import IMPORTANT
 from rankone.model import DecomposedLayer, DecomposedModel
@@ -106,14 +106,11 @@ def observe(model: DecomposedModel, stream: Iterable[Batch]) -> dict[str, Seen]:
     for batch in stream:
         clean = model.clean(batch)
         raw = model.raw_importances(clean, model.inner(clean))
-        weights = row_weights(batch)
         for name in names:
             a = model.layer(name).vectors(clean.inputs[name])
             g = clipped(raw[name])
-            per_row = g.new_full((len(g),), 1 / len(g)) if weights is None else weights.to(g)
-            positions = g.shape[:-1].numel() // len(g)
-            flat = per_row.repeat_interleave(positions) / positions
-            a, g = a.flatten(0, -2), g.flatten(0, -2)
+            each = model.weights(name, clean, g.shape[:-1]).to(g)
+            a, g, flat = a[each > 0], g[each > 0], each[each > 0] / each.sum()
             some = torch.linspace(0, len(g) - 1, min(len(g), MOST_SEEN), dtype=torch.float64).long()
             rows[name].append((a[some], g[some], flat[some] * (flat.sum() / flat[some].sum())))
     seen = {}

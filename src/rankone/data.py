@@ -9,13 +9,13 @@ DataLoader), which is cycled through.
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rankone.errors import BatchError
@@ -24,18 +24,22 @@ from rankone.files import digest_of
 
 @dataclass(frozen=True)
 class WeightedBatch:
-    """A batch whose rows count with different weights in every loss.
+    """A batch whose datapoints count with different weights, in losses as in everything measured.
 
-    For data in which equal rows are common: merge them into one row with their number as its weight.
-    `inputs` is what the model takes; `weights` has one entry per row.
+    `inputs` is what the model takes. `weights` has one number per row, or one per position of every row,
+    as the model's inputs have them (`[rows, positions]`):
+
+    - padding: a mask that is True where there is data, `WeightedBatch(tokens, tokens != pad)`. A dict
+      with an `attention_mask` needs no WeightedBatch: where that is 0, there is no data.
+    - equal rows: merged into one, with their number as its weight.
     """
 
     inputs: Any
-    weights: Float[Tensor, " rows"]
+    weights: Shaped[Tensor, "rows *positions"]
 
     @cached_property
-    def normalized(self) -> Float[Tensor, " rows"]:
-        """The weights, scaled to sum to 1: how much of a mean each row is."""
+    def normalized(self) -> Float[Tensor, "rows *positions"]:
+        """The weights, scaled to sum to 1: how much of a mean each row or position is."""
         return self.weights / self.weights.sum()
 
     @classmethod
@@ -55,9 +59,12 @@ class WeightedBatch:
 
 Batch = Tensor | tuple | list | Mapping | WeightedBatch
 Sampler = Callable[[torch.Generator], Batch]
-Data = Sampler | Iterable[Batch] | Tensor
-"""A function that draws a batch from a torch.Generator, batches to go through again and again, or a
-tensor whose rows are the datapoints."""
+Data = Sampler | Iterable[Batch] | Tensor | Mapping[str, Any] | WeightedBatch
+"""A function that draws a batch from a torch.Generator, batches to go through again and again, or all
+datapoints as the rows of a tensor, of a dict of tensors or of a WeightedBatch."""
+
+ATTENTION_MASK = "attention_mask"
+"""The entry of a dict that says where there is data, as tokenizers give it: 1, and 0 for padding."""
 
 
 def seed_for(seed: int, stream: str, step: int = 0) -> int:
@@ -76,23 +83,72 @@ def inputs_of(batch: Any) -> Any:
     return batch.inputs if isinstance(batch, WeightedBatch) else batch
 
 
-def row_weights(batch: Batch) -> Float[Tensor, " rows"] | None:
-    """How much of a mean each row is; None where all rows count alike."""
-    return batch.normalized if isinstance(batch, WeightedBatch) else None
+def given_weights(batch: Batch) -> Float[Tensor, "rows *positions"] | None:
+    """How much each row of a batch counts, or each position of each row; None where all count alike.
+
+    The weights of a WeightedBatch; else the attention mask of a dict, if it masks anything.
+    """
+    if isinstance(batch, WeightedBatch):
+        weights = batch.weights
+        return weights.to(torch.promote_types(weights.dtype, torch.float32))
+    mask = batch.get(ATTENTION_MASK) if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:  # others say who attends to whom
+        return None
+    kept = mask == 1
+    known = bool((kept | (mask == 0)).all())
+    return kept.float() if known and not bool(kept.all()) else None
 
 
-def mean_over_data(values: Tensor, weights: Float[Tensor, " rows"] | None) -> Float[Tensor, ""]:
+def row_weights(batch: Batch) -> Float[Tensor, "rows *positions"] | None:
+    """How much of a mean each row is, or each position of each row; None where all count alike."""
+    if isinstance(batch, WeightedBatch):
+        return batch.normalized
+    weights = given_weights(batch)
+    return None if weights is None else weights / weights.sum()
+
+
+def weights_for(
+    weights: Float[Tensor, "rows *positions"], lead: Sequence[int], whose: str = "A divergence or importance"
+) -> Float[Tensor, "*lead"]:
+    """The weights of a batch as those of datapoints of another shape.
+
+    Rows and positions may have changed places. What has no positions (a pooled output) counts as much as
+    the most of its row does, what has no rows (an embedding of positions) as the most of its position.
+    Further dimensions (heads) count alike.
+    """
+    shape, wanted = tuple(weights.shape), tuple(lead)
+    n = len(shape)
+    if wanted[:n] == shape:
+        fitting = weights
+    elif 0 < len(wanted) < n and shape[: len(wanted)] == wanted:
+        fitting = weights.flatten(len(wanted)).amax(-1)
+    elif len(wanted) >= n and all(size in (1, full) for size, full in zip(wanted, shape, strict=False)):
+        shared = [i for i in range(n) if wanted[i] != shape[i]]
+        fitting = weights.amax(shared, keepdim=True)
+    elif n == 2 and wanted[:2] == shape[::-1]:
+        fitting = weights.T
+    elif n > 1 and wanted[: n - 1] == shape[1:]:
+        fitting = weights.amax(0)
+    else:
+        what = "row weights" if n == 1 else "weights of positions (or an attention mask)"
+        raise BatchError(
+            f"{whose} came with datapoints of shape {wanted}, but the batch has {what} of shape {shape}, "
+            "which do not fit them. A divergence of your own must return one number per datapoint, rows first. "
+            "Where a layer has other positions than the data, leave it out, or give weights for rows alone: "
+            "with WeightedBatch(inputs, torch.ones(rows)) all positions count."
+        )
+    return fitting.reshape(*fitting.shape, *[1] * (len(wanted) - fitting.dim())).expand(wanted)
+
+
+def mean_over_data(values: Tensor, weights: Float[Tensor, "rows *positions"] | None) -> Float[Tensor, ""]:
     """The mean over datapoints of one number per datapoint, with the `row_weights` of their batch."""
     if weights is None:
         return values.mean()
-    if values.dim() == 0 or values.shape[0] != weights.shape[0]:
-        raise BatchError(
-            f"The batch has {weights.shape[0]} row weights, but a divergence or importance came with "
-            f"shape {tuple(values.shape)}: with a WeightedBatch its first dimension must be the rows. "
-            "A divergence of your own must return one number per datapoint."
-        )
-    rows = values.flatten(1).mean(1) if values.dim() > 1 else values
-    return rows @ weights.to(rows.dtype)
+    if weights.dim() == 1 and values.shape[:1] == weights.shape:
+        rows = values.flatten(1).mean(1) if values.dim() > 1 else values
+        return rows @ weights.to(rows.dtype)
+    each = weights_for(weights, values.shape).to(values.dtype)
+    return (values * each).sum() / each.sum()
 
 
 def shapes_of(batch: Batch) -> str:
@@ -132,6 +188,11 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
         raise BatchError(
             f"A batch is a {type(batch).__name__}; expected a tensor, a tuple (positional arguments of "
             "the model), a dict (keyword arguments) or a WeightedBatch of one of these."
+            + (
+                " torch.as_tensor(batch).float() makes one of an array."
+                if hasattr(batch, "__array__")
+                else ""
+            )
         )
     try:
         return model(*args, **kwargs)
@@ -148,14 +209,7 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
 
 def check_batch(batch: Batch) -> None:
     """Raise if a batch is empty, holds NaN or infinite numbers, or lists where tensors should be."""
-    inputs = inputs_of(batch)
-    if isinstance(inputs, Mapping):
-        for key, x in inputs.items():
-            if isinstance(x, list):
-                raise BatchError(
-                    f"The batch's entry {key!r} is a list; expected a tensor. A tokenizer gives tensors with "
-                    "return_tensors='pt'."
-                )
+    _refuse_lists(batch)
     for where, tensor in _tensors(inputs_of(batch)):
         if tensor.numel() == 0:
             raise BatchError(f"The batch{where} is empty: its shape is {tuple(tensor.shape)}.")
@@ -171,12 +225,35 @@ def check_batch(batch: Batch) -> None:
                 f"The batch{where} of shape {tuple(tensor.shape)} holds {nan} NaN and {inf} infinite "
                 "values; every value must be finite. Clean the data before decomposing."
             )
-    if not isinstance(batch, WeightedBatch):
-        return
-    weights = batch.weights
-    if not isinstance(weights, Tensor) or weights.dim() != 1:
+    if isinstance(batch, WeightedBatch):
+        _check_weights(batch)
+    weights = given_weights(batch)
+    if weights is not None and not (float(weights.min()) >= 0 and float(weights.sum()) > 0):
         raise BatchError(
-            f"The weights of a WeightedBatch are a {type(weights).__name__}; expected a tensor, one per row."
+            "The weights of a WeightedBatch must be non-negative numbers with a positive sum."
+            if isinstance(batch, WeightedBatch)
+            else "The batch's attention_mask is 0 everywhere, so there is no data in it. 1 is for data, 0 "
+            "for padding."
+        )
+
+
+def _refuse_lists(batch: Batch) -> None:
+    inputs = inputs_of(batch)
+    if isinstance(inputs, Mapping):
+        for key, x in inputs.items():
+            if isinstance(x, list):
+                raise BatchError(
+                    f"The batch's entry {key!r} is a list; expected a tensor. A tokenizer gives tensors with "
+                    "return_tensors='pt'."
+                )
+
+
+def _check_weights(batch: WeightedBatch) -> None:
+    weights = batch.weights
+    if not isinstance(weights, Tensor) or not weights.dim():
+        raise BatchError(
+            f"The weights of a WeightedBatch are a {type(weights).__name__}; expected a tensor, with one "
+            "number per row, or per position of every row."
         )
     for where, tensor in _tensors(inputs_of(batch)):
         if tensor.dim() and tensor.shape[0] != weights.shape[0]:
@@ -184,8 +261,6 @@ def check_batch(batch: Batch) -> None:
                 f"The WeightedBatch{where} has {tensor.shape[0]} rows and {weights.shape[0]} "
                 "weights; every row needs one weight."
             )
-    if not (float(weights.min()) >= 0 and float(weights.sum()) > 0):
-        raise BatchError("The weights of a WeightedBatch must be non-negative numbers with a positive sum.")
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -211,7 +286,12 @@ def _unbindable(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> Iterator[Batch]:
     """An endless stream of batches that begins as if `start` of them had been drawn already."""
-    if isinstance(data, Tensor):
+    if hasattr(data, "__array__") and not isinstance(data, Tensor):
+        raise BatchError(
+            f"data is a {type(data).__name__}; expected tensors. Pass torch.as_tensor(array).float(), rows "
+            "first (of a table: frame.to_numpy())."
+        )
+    if isinstance(data, Tensor | Mapping | WeightedBatch):
         yield from _rows(data, seed, start, stream)
     elif isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)
@@ -223,8 +303,13 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
             step += 1
     else:
         raise BatchError(
-            f"data is a {type(data).__name__}; expected an iterable of batches (a list, a DataLoader) "
-            "or a function that draws a batch from a torch.Generator."
+            f"data is a {type(data).__name__}; expected a tensor of datapoints, an iterable of batches (a "
+            "list, a DataLoader) or a function that draws a batch from a torch.Generator."
+            + (
+                " A dataset needs a DataLoader, whose collate_fn leaves labels out."
+                if hasattr(data, "__getitem__")
+                else ""
+            )
         )
 
 
@@ -241,18 +326,40 @@ ROWS = 1024
 """How many rows of a tensor of datapoints make a batch."""
 
 
-def _rows(data: Tensor, seed: int, start: int, stream: str) -> Iterator[Tensor]:
-    """Batches of a tensor of datapoints: all of them, or if they are many, so many drawn at random."""
-    if not data.dim() or not len(data):
-        raise BatchError(f"data is a tensor of shape {tuple(data.shape)}: it has no rows to draw from.")
+def _rows(data: Any, seed: int, start: int, stream: str) -> Iterator[Batch]:
+    """Batches of all datapoints together: all of them, or if they are many, so many drawn at random."""
+    _refuse_lists(data)
+    given = dict(_tensors(inputs_of(data)))
+    for where, x in given.items():
+        if not x.dim() or not len(x):
+            raise BatchError(
+                f"data{where} is a tensor of shape {tuple(x.shape)}: it has no rows to draw from."
+            )
+    count = len(next(iter(given.values()))) if given else 0
+    if not given or any(len(x) != count for x in given.values()):
+        raise BatchError(
+            f"data is a {type(data).__name__} with {shapes_of(data)}; expected tensors with one row for each "
+            "datapoint. For one batch that is made otherwise, pass a list of batches: [batch]."
+        )
     step = start
     while True:
-        if len(data) <= ROWS:
+        if count <= ROWS:
             yield data
         else:
-            drawn = torch.randint(len(data), (ROWS,), generator=generator_for(seed, stream, step))
-            yield data[drawn.to(data.device)]
+            drawn = torch.randint(count, (ROWS,), generator=generator_for(seed, stream, step))
+            yield _chosen(data, drawn)
         step += 1
+
+
+def _chosen(data: Any, rows: Tensor) -> Any:
+    """Some rows of all tensors of a batch."""
+    if isinstance(data, WeightedBatch):
+        return WeightedBatch(_chosen(data.inputs, rows), _chosen(data.weights, rows))
+    if isinstance(data, tuple | list):
+        return tuple(_chosen(x, rows) for x in data)
+    if isinstance(data, Mapping):
+        return {key: _chosen(x, rows) for key, x in data.items()}
+    return data[rows.to(data.device)] if isinstance(data, Tensor) else data
 
 
 _END: Any = object()

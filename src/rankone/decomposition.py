@@ -20,7 +20,7 @@ from rankone import looking
 from rankone.checkpoint import checkpoint_names, described, earlier_parameters
 from rankone.config import DecompositionConfig, over_recipe
 from rankone.data import Batch, Data, to_device
-from rankone.describe import Facts, as_html, as_text
+from rankone.describe import Facts, as_html, as_text, brief
 from rankone.editing import AblatedModel, Choice, Factors, edited_copy, edits
 from rankone.errors import BatchError, CheckpointError, ConfigError
 from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
@@ -28,7 +28,7 @@ from rankone.looking import Grouping
 from rankone.metrics_log import Observer, Progress, Record, parse_metrics
 from rankone.model import DecomposedModel
 from rankone.patching import OutputGetter, refuse_unusable
-from rankone.progress import RunDisplay, say_verdict, shown_by_default
+from rankone.progress import RunDisplay, greeting, say_verdict, shown_by_default
 from rankone.room import LayerChoice, chosen_layers
 from rankone.settings import validated
 from rankone.step import Divergence
@@ -210,8 +210,13 @@ class Decomposition:
             steps=self.config.steps,
             steps_done=self.config.steps if self.steps_done is None else self.steps_done,
             seconds=self.seconds,
-            judgement="" if self._verdict is None else f"Verdict: {self._verdict}.",
+            judgement="" if self._verdict is None else f"Verdict: {self._in_a_line(self._verdict)}.",
         )
+
+    @staticmethod
+    def _in_a_line(verdict: "Verdict") -> str:
+        line = brief(verdict.word, verdict.reasons, good=verdict.good)
+        return line if verdict.good else f"{line} (result.diagnose() says what to do)"
 
     def __repr__(self) -> str:
         return as_text(self.facts)
@@ -304,7 +309,7 @@ def decompose(
             directory = RunDirectory.claim(out)
             result = _in_directory(directory, decomposed, data, config, divergence, resume, watching, start)
     if shown_by_default(progress, observer):
-        say_verdict(lambda: str(result.verdict))
+        say_verdict(lambda: result._in_a_line(result.verdict))
     return result
 
 
@@ -319,12 +324,7 @@ def _watched(
     if not shown_by_default(progress, observer):
         yield observer
         return
-    layers = len(decomposed.layers)
-    greeting = (
-        f"Decomposing {layers} layer{'s' * (layers > 1)} of {type(decomposed.target).__name__}, "
-        f"{config.steps:,} steps."
-    )
-    with RunDisplay(config.steps, greeting=greeting) as display:
+    with RunDisplay(config.steps, greeting=greeting(decomposed, config.steps, config.matrices)) as display:
 
         def both(progress: Progress) -> None:
             display(progress)

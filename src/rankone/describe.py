@@ -4,8 +4,9 @@ Everything here is cheap: it says what is known already, and what would have to 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 MOST_LAYERS = 5
 """Layers that are shown; with more, the first and the last ones."""
@@ -65,13 +66,8 @@ def rows(facts: Facts) -> list[Sequence[str]]:
     return result
 
 
-LONGEST = 240
-"""Characters of a verdict that are shown."""
-
-
 def quality(facts: Facts) -> list[str]:
     """How good it is, in one or two sentences."""
-    facts = replace(facts, judgement=_cut(facts.judgement))
     if not facts.relative:
         known = [] if not facts.judgement else [facts.judgement]
         return [*known, "How good it is was not measured yet: result.evaluate(data)."]
@@ -84,8 +80,31 @@ def quality(facts: Facts) -> list[str]:
     return [*said, f"Lost, of what removing everything costs: {shares}."]
 
 
-def _cut(sentence: str) -> str:
-    return sentence if len(sentence) <= LONGEST else f"{sentence[: LONGEST - 4].rstrip()} ..."
+def brief(word: str, reasons: Sequence[str], *, good: bool | None) -> str:
+    """A verdict in a line: what is wrong by name, without its numbers."""
+    if good:
+        return word
+    names = [reason.partition(":")[0] for reason in reasons] if good is False else reasons
+    return f"{word}: {'; '.join(names)}"
+
+
+def findings_as_text(findings: Sequence[Any]) -> str:
+    """What is wrong with a decomposition, gravest first, and what to do about it."""
+    if not findings:
+        return "Nothing wrong was found."
+    return "\n".join(f"{f.name}: {f.seen}.\n  It means: {f.means}.\n  Do: {f.do}." for f in findings)
+
+
+def findings_as_html(findings: Sequence[Any]) -> str:
+    """The same for a notebook."""
+    if not findings:
+        return "<p>Nothing wrong was found.</p>"
+    items = (
+        f"<li><b>{escape(f.name)}</b>: {escape(f.seen)}.<br>It means: {escape(f.means)}.<br>"
+        f"Do: {escape(f.do)}.</li>"
+        for f in findings
+    )
+    return f"<ol>{''.join(items)}</ol>"
 
 
 def percent(share: float | None) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rankone.consolidate import observe, replacements
-from rankone.data import Batch, Data, batches, seed_for, tensors_of, to_device
+from rankone.data import Batch, Data, batches, seed_for, tensors_of, to_device, weights_for
 from rankone.decomposition import Decomposition
 from rankone.evaluate import evaluate, held_out
 from rankone.findings import Diagnosis, Identity, Numbers, findings
@@ -115,7 +115,8 @@ def _datapoints(
         change = (step.output(step.masks("zero", 0)) - step.clean.output).abs()
         per_input = change if change.dim() == 1 else change.amax(-1)
         for name, g in importances.items():
-            needed, largest = _common([per_input, g.amax(-1)])
+            each = step.each_weight(name).reshape(g.shape[:-1])
+            needed, largest = _common([per_input, g.amax(-1) * (each > 0)])
             needed = needed * _weights(step.weights, needed)
             reaching[name] += float((needed * (largest >= CERTAIN)).sum())
             concerned[name] += float(needed.sum())
@@ -123,11 +124,10 @@ def _datapoints(
             size = (step.inner[name] * decomposition.model.layer(name).subcomponents.U.norm(dim=0)).square()
             important = (size * (g > IMPORTANT)).sum(-1).double()
             between = (size * ((g > IMPORTANT) & (g < CERTAIN))).sum(-1).double()
-            each = _weights(step.weights, important)
             on[name] += float((each * important).sum())
             unsure[name] += float((each * between).sum())
-            used[name].append((g.reshape(-1, g.shape[-1]) > IMPORTANT).cpu())
-            weights[name].append(_weights(step.weights, g[..., 0]).flatten().cpu())
+            used[name].append((g[each > 0] > IMPORTANT).cpu())
+            weights[name].append(each[each > 0].double().cpu())
     return _Datapoints(
         noise=noise,
         near_one={name: reaching[name] / total for name, total in concerned.items() if total},
@@ -163,13 +163,13 @@ def _too_many(
     }
 
 
-def _weights(row_weights: Tensor | None, per_datapoint: Tensor) -> Tensor:
-    """How much each datapoint counts: all alike, or as much as its row of the batch."""
+def _weights(weights: Tensor | None, per_datapoint: Tensor) -> Tensor:
+    """How much each datapoint counts: all alike, or as much as its row or position of the batch."""
     like = torch.ones_like(per_datapoint, dtype=torch.float64)
-    if row_weights is None or not per_datapoint.dim():
+    if weights is None or not per_datapoint.dim():
         return like / max(1, like.numel())
-    rows = like.shape[0]
-    return like * row_weights.double().reshape(rows, *[1] * (like.dim() - 1)) * rows / like.numel()
+    each = weights_for(weights.double(), like.shape)
+    return each / each.sum()
 
 
 def _common(values: Sequence[Tensor]) -> list[Tensor]:

@@ -133,8 +133,9 @@ def evaluate(
             tempered = counted is not None
             right, pairs = (right + counted[0], pairs + counted[1]) if counted else (right, pairs)
         for name, raw in step.raw.items():
-            counts[name] += l0(clipped(raw), step.weights) / n_batches
-            important[name] |= (clipped(raw).flatten(0, -2) > IMPORTANT).any(0).cpu()
+            counts[name] += l0(clipped(raw), step.weights_of(name)) / n_batches
+            on = clipped(raw).flatten(0, -2)[step.each_weight(name) > 0] > IMPORTANT
+            important[name] |= on.any(0).cpu()
     probed: dict[str, Tensor] = {}
     if probe is not None:
         probed = {name: g.cpu() for name, g in decomposition.importances(probe).items()}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankone.components import DATA_INITS
+from rankone.describe import findings_as_html, findings_as_text
 from rankone.measures import ATTACK_STEPS
 from rankone.metrics import CERTAIN
 
@@ -148,12 +149,18 @@ class Numbers:
         return self.relative.get(f"attack_{ATTACK_STEPS}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """Every number that was looked at, and what is wrong, gravest first."""
 
     numbers: Numbers
     findings: list[Finding] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return findings_as_text(self.findings)
+
+    def _repr_html_(self) -> str:
+        return findings_as_html(self.findings)
 
 
 def _with_tied(n: Numbers, names: Sequence[str]) -> str:

@@ -68,13 +68,30 @@ def difference(base: nn.Module, tuned: nn.Module) -> nn.Module:
 
 
 def _merged(model: Any, role: str) -> nn.Module:
-    """A copy of a peft model without its low-rank matrices: added to the weights, or, for the base,
-    left out. Anything else as it is."""
+    """A copy of a network without peft's low-rank matrices: added to the weights, or, for the base,
+    left out. Anything else as it is.
+
+    `get_peft_model(base, ...)` puts them into `base` itself, so that a base may hold them, too.
+    """
     refuse_unusable(model)
     if hasattr(model, "merge_and_unload") and hasattr(model, "unload"):
         copied = copy.deepcopy(model)
         return copied.merge_and_unload() if role == "tuned" else copied.unload()
-    return model
+    if not any(_adapted(module) for module in model.modules()):
+        return model
+    copied = copy.deepcopy(model)
+    for name, module in list(copied.named_modules()):
+        if _adapted(module):
+            if module.merged != (role == "tuned"):
+                module.merge() if role == "tuned" else module.unmerge()
+            parent, _, leaf = name.rpartition(".")
+            setattr(copied.get_submodule(parent), leaf, module.get_base_layer())
+    return copied
+
+
+def _adapted(module: Any) -> bool:
+    """Whether a module is a layer of peft's, with low-rank matrices beside a base layer."""
+    return all(hasattr(module, name) for name in ("get_base_layer", "merge", "unmerge", "merged"))
 
 
 def _refuse_other_architecture(base: nn.Module, tuned: nn.Module) -> None:

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from rankone.adapters import Adapter
-from rankone.data import Batch, call_with, shapes_of
-from rankone.errors import LayerError, TargetError
+from rankone.data import Batch, call_with
+from rankone.errors import LayerError
 from rankone.layer import is_its_matrix
 from rankone.naming import Matrices, adapters_of, candidates, find_ties, undeclared_parameters
-from rankone.patching import one_pass_at_a_time, overridden, refuse_unusable
+from rankone.patching import cannot_run, one_pass_at_a_time, overridden, refuse_unusable
 
 
 class FoundLayers(NamedTuple):
@@ -70,10 +70,7 @@ def find_layers(target: nn.Module, batch: Batch, matrices: Matrices | None = Non
             try:
                 call_with(target, batch)
             except (RuntimeError, ValueError, IndexError) as error:
-                raise TargetError(
-                    f"The target cannot be run on a batch of {shapes_of(batch)}: {error}. Check that the "
-                    "data gives what the model takes: shapes, types, device."
-                ) from error
+                raise cannot_run(target, batch, error) from error
     for name in adapters:
         if name not in called:
             left_out[name] = "the network does not call it on this batch"

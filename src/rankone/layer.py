@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankone.adapters import Activation, Adapter, Structured, dense
 from rankone.components import Subcomponents
+from rankone.data import weights_for
 from rankone.errors import LayerError
 from rankone.masks import Mask
 from rankone.patching import same
@@ -25,6 +26,13 @@ class Calls(Structured):
 
     def __init__(self, each: Sequence[Activation]) -> None:
         self.each = tuple(each)
+        self.leads: list[torch.Size] = []
+        """The shapes of each call's datapoints, once it was read."""
+
+    def joined(self, of_each: Sequence[Tensor]) -> Tensor:
+        """What there is of every call, as one tensor."""
+        self.leads = [values.shape[:-1] for values in of_each]
+        return joined(of_each)
 
     def dense(self) -> Tensor:
         return joined([dense(x) for x in self.each])
@@ -77,15 +85,29 @@ class DecomposedLayer(nn.Module):
     def read(self, x: Activation) -> Float[Tensor, "*lead C"]:
         """The inner activations V a of an input, or of the inputs of all calls."""
         if isinstance(x, Calls):
-            return joined([self.read(each) for each in x.each])
+            return x.joined([self.read(each) for each in x.each])
         V = self.subcomponents.V
         return self.adapter.read(x, V.to(self.weight_dtype)).to(V.dtype)
 
     def vectors(self, x: Activation) -> Float[Tensor, "*lead d_in"]:
         """The vectors a that the matrix multiplies, of an input or of the inputs of all calls."""
         if isinstance(x, Calls):
-            return joined([self.vectors(each) for each in x.each])
+            return x.joined([self.vectors(each) for each in x.each])
         return self.adapter.vectors(x).to(self.subcomponents.V.dtype)
+
+    def weights(
+        self, x: Activation, weights: Float[Tensor, "rows *positions"], lead: Sequence[int]
+    ) -> Float[Tensor, "*lead"]:
+        """The weights of a batch, as those of this layer's datapoints; its inputs must have been read."""
+        whose = f"Layer {self.name!r}"
+        if not isinstance(x, Calls):
+            return weights_for(weights, lead, whose)
+        moments = tuple(weights.shape[:2]) == tuple(lead) and all(len(each) == 1 for each in x.leads)
+        if moments:  # a call for each position, as of a recurrent matrix
+            backwards = getattr(self.adapter.module, "backwards", False)
+            return weights_for(weights.flip(1) if backwards else weights, lead, whose)
+        each = [weights_for(weights, of_call, whose) for of_call in x.leads]
+        return joined([w.unsqueeze(-1) for w in each]).squeeze(-1)
 
     def write(self, z: Float[Tensor, "*lead C"]) -> Activation:
         """The output for masked inner activations z."""

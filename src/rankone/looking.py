@@ -12,7 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rankone.data import Batch, Data, batch_digest, batches, call_with, inputs_of, row_weights, to_device
+from rankone.data import (
+    Batch,
+    Data,
+    batch_digest,
+    batches,
+    call_with,
+    given_weights,
+    inputs_of,
+    to_device,
+    weights_for,
+)
 from rankone.errors import BatchError, LayerError, shown
 from rankone.masks import Mask
 from rankone.metrics import IMPORTANT
@@ -36,8 +46,8 @@ def alive(model: DecomposedModel, data: Data, n_batches: int) -> dict[str, list[
     """Layer -> subcomponents that are important on some datapoint."""
     found = {name: torch.zeros(layer.C, dtype=torch.bool) for name, layer in model.layers.items()}
     for batch in fresh_batches(model, data, n_batches):
-        for name, g in model.importances(batch).items():
-            found[name] |= (g.flatten(0, -2) > IMPORTANT).any(0).cpu()
+        for name, (g, weights) in model.weighted_importances(batch).items():
+            found[name] |= (g[weights > 0] > IMPORTANT).any(0).cpu()
     return {name: chosen.nonzero().flatten().tolist() for name, chosen in found.items()}
 
 
@@ -67,8 +77,8 @@ def usage(model: DecomposedModel, data: Data, n_batches: int, rows: int = 48) ->
     total = dict.fromkeys(model.layers, 0.0)
     found: dict[str, list[Tensor]] = {name: [] for name in model.layers}
     for batch in fresh_batches(model, data, n_batches):
-        for name, g in model.importances(batch).items():
-            flat, weights = g.reshape(-1, g.shape[-1]).double(), _point_weights(batch, g)
+        for name, (g, each) in model.weighted_importances(batch).items():
+            flat, weights = g[each > 0].double(), each[each > 0].double()
             important = flat > IMPORTANT
             on[name] += (weights @ important.double()).cpu()
             sums[name] += (weights @ (flat * important)).cpu()
@@ -96,8 +106,9 @@ def examples(model: DecomposedModel, layer: str, c: int, data: Data, count: int,
         if digest in seen:  # a short list of batches comes round again
             continue
         seen.add(digest)
-        g = model.importances(batch)[layer][..., index]
-        best = g.flatten().topk(min(count, g.numel()))
+        g, weights = model.weighted_importances(batch)[layer]
+        g = g[..., index].masked_fill(weights == 0, -1.0)
+        best = g.flatten().topk(min(count, int((weights > 0).sum())))
         for value, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             where = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), g.shape))
             found.append((value, number, where, datapoint(batch, where)))
@@ -137,7 +148,7 @@ def effect(model: DecomposedModel, masks: Mapping[str, Mask], data: Data, n_batc
             raise BatchError("The output has no dimensions, so there is nothing to compare entry by entry.")
         if before.dim() == 1:
             before, after = before.unsqueeze(-1), after.unsqueeze(-1)
-        weights = _point_weights(batch, before)
+        weights = _output_weights(batch, before)
         before_sum = before_sum + _weighted(before, weights)
         after_sum = after_sum + _weighted(after, weights)
         change_sum = change_sum + _weighted((after - before).abs(), weights)
@@ -179,9 +190,9 @@ def by_group(
     counts: dict[int, float] = {}
     used = torch.zeros(C, dtype=torch.bool)
     for batch in fresh_batches(model, data, n_batches):
-        g = model.importances(batch)[layer]
-        labels = _labels(model, batch, g, by)
-        flat, weights = g.reshape(-1, C).double(), _point_weights(batch, g)
+        g, each = model.weighted_importances(batch)[layer]
+        labels = _labels(model, batch, g, by)[each.flatten() > 0]
+        flat, weights = g[each > 0].double(), each[each > 0].double()
         used |= (flat > IMPORTANT).any(0).cpu()
         for label in labels.unique().tolist():
             chosen = (labels == label).double() * weights
@@ -223,14 +234,12 @@ def _labels(model: DecomposedModel, batch: Batch, g: Tensor, by: Grouping) -> Te
     return labels.flatten()
 
 
-def _point_weights(batch: Batch, values: Tensor) -> Tensor:
-    """How much each datapoint counts, flat, for values `[*lead, entries]`."""
-    n = values[..., 0].numel()
-    weights = row_weights(batch)
-    if weights is None:
-        return torch.ones(n, dtype=torch.float64, device=values.device)
-    rows = weights.double().to(values.device)
-    return rows.repeat_interleave(n // len(rows))
+def _output_weights(batch: Batch, output: Tensor) -> Tensor:
+    """How much each datapoint of an output `[*lead, entries]` counts, flat."""
+    weights = given_weights(batch)
+    lead = output.shape[:-1]
+    each = torch.ones(lead, device=output.device) if weights is None else weights_for(weights, lead)
+    return each.flatten().double()
 
 
 def _weighted(values: Tensor, weights: Tensor) -> Tensor:

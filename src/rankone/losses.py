@@ -382,7 +382,7 @@ class Frequency(Scheduled):
                     "The loss 'frequency' counts how often a subcomponent is important, but a batch has only "
                     "one datapoint. Use larger batches, or set losses.frequency.remember=0.99."
                 )
-            s = step.mean_of_each(g)
+            s = step.mean_of_each(g, name)
             if self.remember > 0:
                 key = f"frequency/{name}"
                 before = step.memory.get(key, s.detach())

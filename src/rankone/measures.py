@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankone.adversary import Attack
-from rankone.data import generator_for, mean_over_data
+from rankone.data import generator_for
 from rankone.importance import clipped
 from rankone.masks import Mask, Masks
 from rankone.metrics import IMPORTANT
@@ -68,20 +68,29 @@ def union_masks(step: Step, sizes: tuple[int, ...] = UNIONS) -> Iterator[tuple[i
     """(n, masks): importances joined with those of n other datapoints, drawn as often as the data has
     them."""
     joined = {name: clipped(raw) for name, raw in step.raw.items()}
-    same_lead = len({g.shape[:-1] for g in joined.values()}) == 1
-    flat = {n: g.reshape(-1, g.shape[-1]) if same_lead else g for n, g in joined.items()}
+    data = {name: step.each_weight(name).reshape(g.shape[:-1]) for name, g in joined.items()}
+    if len({g.shape[:-1] for g in joined.values()}) == 1:
+        flat = {name: g.reshape(-1, g.shape[-1]) for name, g in joined.items()}
+        weights = next(iter(data.values())).flatten()
+    else:
+        flat = joined
+        weights = max(data.values(), key=len)
+        weights = weights.reshape(len(weights), -1).sum(1)
+    of_data = {n: g * (data[n] > 0).unsqueeze(-1).reshape(*g.shape[:-1], 1) for n, g in flat.items()}
     union = dict(flat)
-    rows = len(next(iter(flat.values())))
-    weights = torch.ones(rows)
-    if step.weights is not None:
-        weights = step.weights.cpu().float().repeat_interleave(rows // len(step.weights))
+    among = (weights > 0).nonzero().flatten().cpu()  # what is no data is nobody's neighbour
+    others = torch.zeros(len(weights), dtype=torch.long)
     generator = generator_for(step.seed, "union", step.index)
     done = 0
     for size in sizes:
         while done < size:
-            others = torch.multinomial(weights, rows, replacement=True, generator=generator)
+            drawn = torch.multinomial(
+                weights.cpu().float()[among], len(among), replacement=True, generator=generator
+            )
+            others[among] = among[drawn]
             union = {
-                n: torch.maximum(u, flat[n][others.to(u.device) % len(flat[n])]) for n, u in union.items()
+                n: torch.maximum(u, of_data[n][others[: len(u)].to(u.device) % len(u)])
+                for n, u in union.items()
             }
             done += 1
         yield size, {n: Mask(u.reshape(joined[n].shape)) for n, u in union.items()}
@@ -106,24 +115,28 @@ def well_tempered(step: Step, trials: int = TRIALS) -> tuple[float, float] | Non
         g = clipped(raw)
         if g.shape[-1] < 2:
             continue
-        likely = g.reshape(-1, g.shape[-1]).cpu()
+        weights = step.each_weight(name).double()
+        among = weights > 0
+        flat = g.reshape(-1, g.shape[-1])
+        likely = (flat if bool(among.all()) else flat[among]).cpu()
         importances, damages = [], []
         for trial in range(trials):
             chances = torch.where(likely > IMPORTANT, 1.0, 1e-9) if trial % 2 else torch.ones_like(likely)
             chosen = torch.multinomial(chances, 1, generator=generator).to(g.device)
-            values = torch.ones_like(g).reshape(-1, g.shape[-1]).scatter(-1, chosen, 0.0).reshape(g.shape)
+            values = torch.ones_like(flat)
+            values[among] = values[among].scatter(-1, chosen, 0.0)
             delta = torch.ones(g.shape[:-1], dtype=g.dtype, device=g.device)
-            damage = step.divergence(step.output({name: Mask(values, delta=delta)}), step.clean.output)
+            mask = Mask(values.reshape(g.shape), delta=delta)
+            damage = step.divergence(step.output({name: mask}), step.clean.output)
             if damage.shape != g.shape[:-1]:
                 return None
-            importances.append(g.reshape(-1, g.shape[-1]).gather(-1, chosen).squeeze(-1))
-            damages.append(damage.reshape(-1))
+            importances.append(flat[among].gather(-1, chosen).squeeze(-1))
+            damages.append(damage.flatten()[among])
         first, second = torch.combinations(torch.arange(trials), 2).T
         more = torch.stack(importances)[first] - torch.stack(importances)[second]
         worse = torch.stack(damages)[first] - torch.stack(damages)[second]
         counts = more.abs() > IMPORTANT
         fits = torch.where(worse == 0, 0.5, ((more > 0) == (worse > 0)).double())
-        per_row = [(x * counts).double().sum(0).reshape(g.shape[:-1]) for x in (fits, torch.ones_like(fits))]
-        right += float(mean_over_data(per_row[0], step.weights))
-        total += float(mean_over_data(per_row[1], step.weights))
+        right += float(weights[among] @ (fits * counts).double().sum(0))
+        total += float(weights[among] @ counts.double().sum(0))
     return right, total

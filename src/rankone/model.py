@@ -7,7 +7,7 @@ that the user's own hooks go on working.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from rankone.adapters import Activation, Adapter
 from rankone.components import DATA_INITS, TiedSubcomponents, make_subcomponents
-from rankone.data import Batch, call_with, check_batch, generator_for, shapes_of, tensors_of, to_device
+from rankone.data import (
+    Batch,
+    call_with,
+    check_batch,
+    generator_for,
+    given_weights,
+    tensors_of,
+    to_device,
+)
 from rankone.errors import LayerError, TargetError, near_matches
 from rankone.importance import LayerActivations, LayerShape, Option, clipped, make_importance
 from rankone.layer import Calls, DecomposedLayer
@@ -26,6 +34,7 @@ from rankone.masks import Mask, Masks
 from rankone.naming import Matrices, adapters_of, candidates, chosen_among, find_ties
 from rankone.patching import (
     OutputGetter,
+    cannot_run,
     frozen,
     one_pass_at_a_time,
     overridden,
@@ -53,6 +62,8 @@ class CleanPass:
     output: Tensor
     inputs: dict[str, Activation]
     """For a layer that is called several times, `Calls`."""
+    weights: Tensor | None
+    """How much each row of the batch counts, or each position of each row; None where all count alike."""
     recording: Recording
     """What masked passes on the same batch need not compute again."""
     overwritten: frozenset[str]
@@ -136,7 +147,8 @@ class DecomposedModel(nn.Module):
         for batch in islice(stream, START_BATCHES):
             clean = self.clean(to_device(batch, self.device))
             for name, layer in own.items():
-                a = layer.vectors(clean.inputs[name]).flatten(0, -2)
+                a = layer.vectors(clean.inputs[name])
+                a = a[self.weights(name, clean, a.shape[:-1]) > 0]
                 rows[name].append(a.to("cpu", layer.subcomponents.U.dtype))
             if all(sum(map(len, rows[name])) >= START_ROWS * layer.C for name, layer in own.items()):
                 break
@@ -189,10 +201,7 @@ class DecomposedModel(nn.Module):
                 self._verified_in_mode = self.target.training
             return self._observe(batch)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise TargetError(
-                f"The target cannot be run on a batch of {shapes_of(batch)}: {error}. Check that the "
-                "data gives what the model takes: shapes, types, device."
-            ) from error
+            raise cannot_run(self.target, batch, error) from error
 
     def _observe(self, batch: Batch, outputs: dict[str, list[Activation]] | None = None) -> CleanPass:
         """A clean pass; copies of what every call of a layer returned go into `outputs`."""
@@ -236,6 +245,7 @@ class DecomposedModel(nn.Module):
         return CleanPass(
             pick_output(result, self.output).detach(),
             {name: xs[0] if len(xs) == 1 else Calls(xs) for name, xs in inputs.items()},
+            given_weights(batch),
             recording,
             frozenset(n for n, y in self.layers.items() if y.adapter.module in self._recorder.overwritten),
         )
@@ -272,6 +282,12 @@ class DecomposedModel(nn.Module):
         """Inner activations h = V a of every layer on the clean activations; differentiable in V."""
         return {name: layer.read(clean.inputs[name]) for name, layer in self.layers.items()}
 
+    def weights(self, name: str, clean: CleanPass, lead: Sequence[int]) -> Tensor:
+        """How much each datapoint of a layer counts: for values `[*lead, ...]` read from its inputs."""
+        if clean.weights is None:
+            return torch.ones(tuple(lead), device=clean.output.device)
+        return self.layer(name).weights(clean.inputs[name], clean.weights, lead)
+
     def raw_importances(self, clean: CleanPass, inner: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the importance function says of every layer, before any squashing."""
 
@@ -292,8 +308,14 @@ class DecomposedModel(nn.Module):
     @torch.no_grad()
     def importances(self, batch: Batch) -> dict[str, Tensor]:
         """Causal importances in [0, 1] of every subcomponent of every layer, per datapoint."""
+        return {name: g for name, (g, _) in self.weighted_importances(batch).items()}
+
+    @torch.no_grad()
+    def weighted_importances(self, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        """Layer -> importances `[*lead, C]`, and how much each datapoint counts, `[*lead]`."""
         clean = self.clean(batch)
-        return {name: clipped(raw) for name, raw in self.raw_importances(clean, self.inner(clean)).items()}
+        raw = self.raw_importances(clean, self.inner(clean))
+        return {name: (clipped(r), self.weights(name, clean, r.shape[:-1])) for name, r in raw.items()}
 
     def masked(
         self,

@@ -185,6 +185,12 @@ def _why_nothing(pattern: str, hits: list[str], known: Candidates, target: nn.Mo
             f"{', '.join(known.split[pattern])} (or {pattern + '.*'!r} for all)."
         )
     plain = dict(target.named_parameters())
+    owner = pattern.rpartition(".")[0]
+    if pattern in plain and owner in known.split:
+        return (
+            f"{pattern!r} is a parameter of a {type(known.modules[owner]).__name__}, which is seen as "
+            f"several matrices. Name them: {', '.join(known.split[owner])}."
+        )
     if pattern in plain:
         return (
             f"{pattern!r} is a parameter of shape {tuple(plain[pattern].shape)}, no module. Say how it is "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankone.adapters import dense
+from rankone.data import Batch, shapes_of, tensors_of
 from rankone.errors import LayerError, TargetError, near_matches
 from rankone.files import digest_of
 
@@ -88,13 +89,14 @@ def pick_output(result: Any, getter: OutputGetter) -> Tensor:
     if callable(getter):
         picked = getter(result)
     elif isinstance(getter, int):
-        if not isinstance(result, tuple | list) or not -len(result) <= getter < len(result):
-            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+        elements = list(result.values()) if isinstance(result, Mapping) else result
+        if not isinstance(elements, tuple | list) or not -len(elements) <= getter < len(elements):
+            size = f" of {len(elements)}" if isinstance(elements, tuple | list) else ""
             raise TargetError(
                 f"output={getter}: the target returns a {type(result).__name__}{size}, which has "
                 f"no element {getter}."
             )
-        picked = result[getter]
+        picked = elements[getter]
     elif isinstance(getter, str):
         in_mapping = isinstance(result, Mapping) and getter in result
         if not in_mapping and not hasattr(result, getter):
@@ -113,10 +115,35 @@ def pick_output(result: Any, getter: OutputGetter) -> Tensor:
         how = "returns" if getter is None else f"with output={getter!r} gives"
         raise TargetError(
             f"The target {how} a {type(picked).__name__}, but a tensor is needed to compare "
-            "outputs. Pass output= "
-            "a name (output='logits'), an index (output=0) or a function that gets the tensor."
+            "outputs. Pass output= a name (output='logits'), an index (output=0) or a function that gets "
+            f"the tensor.{_inside(picked)}"
         )
     return picked
+
+
+def cannot_run(target: nn.Module, batch: Batch, error: Exception) -> TargetError:
+    """What to say when a pass fails, with a hint where the data is of another type than the network."""
+    of_data = {t.dtype for t in tensors_of(batch) if t.is_floating_point()}
+    of_target = {p.dtype for p in target.parameters() if p.is_floating_point()}
+    hint = ""
+    if of_data and not of_data & of_target and len(of_target) == 1:
+        own = of_target.pop()
+        hint = f" The data is {of_data.pop()}, the network {own}: pass data.to({own})."
+    return TargetError(
+        f"The target cannot be run on a batch of {shapes_of(batch)}: {error}. Check that the "
+        f"data gives what the model takes: shapes, types, device.{hint}"
+    )
+
+
+def _inside(result: Any) -> str:
+    """The tensors that a target's output holds, in words."""
+    named = (
+        result.items()
+        if isinstance(result, Mapping)
+        else enumerate(result if isinstance(result, tuple) else ())
+    )
+    found = [f"{name} {tuple(x.shape)}" for name, x in named if isinstance(x, Tensor)]
+    return f" It holds {', '.join(found)}." if found else ""
 
 
 def same(a: Tensor, b: Tensor, relative: float | None = None) -> bool:
@@ -161,6 +188,11 @@ def refuse_unusable(target: Any) -> None:
     called."""
     if not isinstance(target, nn.Module):
         raise TargetError(f"The target is a {type(target).__name__}; expected a trained torch.nn.Module.")
+    if isinstance(target, torch.jit.ScriptModule):
+        raise TargetError(
+            "The target is a ScriptModule: what its layers do was compiled, and cannot be replaced. "
+            "Decompose the module that it was made from."
+        )
     if any(t.is_meta for t in (*target.parameters(), *target.buffers())):
         raise TargetError(
             "The target has weights on the meta device, without values. Load its weights first."

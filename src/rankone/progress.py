@@ -20,6 +20,8 @@ from rich.text import Text
 
 from rankone.errors import RankoneError
 from rankone.metrics_log import Observer, Progress
+from rankone.model import DecomposedModel
+from rankone.naming import Matrices, candidates, undeclared_parameters
 from rankone.terminal import clean, errors, note, silence, text
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -148,6 +150,17 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
+
+
+def greeting(model: DecomposedModel, steps: int, declared: Matrices) -> str:
+    """What is going to be decomposed, and which matrices nobody asked for."""
+    n = len(model.layers)
+    begins = f"Decomposing {n} layer{'s' * (n > 1)} of {type(model.target).__name__}, {steps:,} steps."
+    alone = undeclared_parameters(model.target, candidates(model.target, declared))
+    if not alone:
+        return begins
+    named = ", ".join(alone[:3]) + (f" and {len(alone) - 3} more" if len(alone) > 3 else "")
+    return f"{begins} Plain parameters are left as they are unless declared (docs/layers.md): {named}."
 
 
 def shown_by_default(progress: bool | None, observer: Observer | None) -> bool:

@@ -48,7 +48,11 @@ def _advance(module: Any) -> Advance:
 
 def _part(module: nn.Module, name: str) -> Part:
     """The matrix and bias that torch keeps as `weight_<name>` and `bias_<name>`."""
-    return Part(lambda: getattr(module, f"weight_{name}"), lambda: getattr(module, f"bias_{name}", None))
+    return Part(
+        lambda: getattr(module, f"weight_{name}"),
+        lambda: getattr(module, f"bias_{name}", None),
+        backwards=name.endswith("_reverse"),
+    )
 
 
 @register_composite(nn.RNNCell)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rankone.adapters import Activation
 from rankone.data import Batch, Data, batch_digest, batches, to_device
 from rankone.errors import ConfigError, LayerError
 from rankone.found_layers import find_layers
@@ -92,7 +91,8 @@ def _found(model: DecomposedModel, drawn: list[Batch]) -> dict[str, int]:
     for batch in drawn:
         clean = model.clean(batch)
         for name, layer in model.layers.items():
-            rows[name].append(_vectors(layer.vectors, clean.inputs[name]))
+            a = layer.vectors(clean.inputs[name])
+            rows[name].append(_some(a[model.weights(name, clean, a.shape[:-1]) > 0]))
     return {name: room_for(model.layer(name).matrix(), torch.cat(parts)) for name, parts in rows.items()}
 
 
@@ -101,9 +101,7 @@ def _different(stream: Iterable[Batch]) -> list[Batch]:
     return list({batch_digest(batch): batch for batch in stream}.values())
 
 
-def _vectors(vectors: Any, x: Activation) -> Float[Tensor, "rows d_in"]:
-    a = vectors(x)
-    a = a.reshape(-1, a.shape[-1])
+def _some(a: Float[Tensor, "rows d_in"]) -> Float[Tensor, "some d_in"]:
     return a[torch.linspace(0, len(a) - 1, min(len(a), LOOKED_AT)).long()].float().cpu()
 
 

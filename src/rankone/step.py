@@ -101,6 +101,7 @@ class Step:
         self.followers: list[Follower] = []
         self.weights = row_weights(batch)
         self._masks: dict[tuple[Any, int, bool], Masks] = {}
+        self._weights_of: dict[str, Tensor] = {}
         self.clean = model.clean(batch)
         self.inner = model.inner(self.clean)
         self.raw = self.importances()
@@ -175,20 +176,40 @@ class Step:
             )
         return self.mean(values)
 
-    def mean(self, per_datapoint: Float[Tensor, "*lead"]) -> Float[Tensor, ""]:
-        """The mean over the data of one number per datapoint, as every loss takes it."""
-        return mean_over_data(per_datapoint, self.weights)
+    def weights_of(self, layer: str) -> Float[Tensor, "*lead"] | None:
+        """How much of a mean each datapoint of a layer is, or each row; None where all count alike."""
+        if self.weights is None:
+            return None
+        lead = self.inner[layer].shape[:-1]
+        if self.weights.dim() == 1 and lead[:1] == self.weights.shape:
+            return self.weights
+        if layer not in self._weights_of:
+            each = self.model.weights(layer, self.clean, lead).to(self.weights)
+            self._weights_of[layer] = each / each.sum()
+        return self._weights_of[layer]
 
-    def mean_of_each(self, values: Float[Tensor, "*lead C"]) -> Float[Tensor, " C"]:
+    def each_weight(self, layer: str) -> Float[Tensor, " datapoints"]:
+        """How much of a mean each datapoint of a layer is, all in a row; 0 where there is no data."""
+        each = self.model.weights(layer, self.clean, self.inner[layer].shape[:-1]).flatten()
+        return each / each.sum()
+
+    def mean(self, per_datapoint: Float[Tensor, "*lead"], layer: str | None = None) -> Float[Tensor, ""]:
+        """The mean over the data of one number per datapoint (of a layer), as every loss takes it."""
+        return mean_over_data(per_datapoint, self.weights if layer is None else self.weights_of(layer))
+
+    def mean_of_each(self, values: Float[Tensor, "*lead C"], layer: str) -> Float[Tensor, " C"]:
         """The mean over the data of one number per datapoint and subcomponent, for each subcomponent."""
+        weights = self.weights_of(layer)
+        if weights is not None and weights.dim() > 1:
+            return (weights.to(values.dtype).unsqueeze(-1) * values).flatten(0, -2).sum(0)
         rows = values.reshape(len(values), -1, values.shape[-1]).mean(1)
-        return rows.mean(0) if self.weights is None else self.weights.to(rows.dtype) @ rows
+        return rows.mean(0) if weights is None else weights.to(rows.dtype) @ rows
 
     def penalty(self, shape: Penalty, prices: Mapping[str, float] | None = None) -> Float[Tensor, ""]:
         """What all importances of all layers cost, averaged over the data, at the price factor of each
         layer (1 if not named)."""
         factors = prices or {}
-        costs = [self.mean(shape.of(raw)) * factors.get(name, 1.0) for name, raw in self.raw.items()]
+        costs = [self.mean(shape.of(raw), name) * factors.get(name, 1.0) for name, raw in self.raw.items()]
         return torch.stack(costs).sum()
 
     def total(self) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
@@ -201,7 +222,7 @@ class Step:
                 )
         stacked = torch.stack(list(values.values()))
         if self.balance is not None:
-            self.balance.watch(self.raw, self.weights, self.index)
+            self.balance.watch(self.raw, {name: self.weights_of(name) for name in self.raw}, self.index)
             weights = torch.stack(self.balance.weights(self.terms, values, self.progress))
             return stacked @ weights.to(stacked.dtype), values
         coefficients = [term.coefficient_at(self.progress) for term in self.terms.values()]

@@ -254,7 +254,7 @@ class Training:
     def _record(self, step: Step, total: Tensor, terms: dict[str, Tensor]) -> Record:
         self._refuse_non_finite(step.index, total)
         with torch.no_grad():
-            sparsity = {name: l0(clipped(raw), step.weights) for name, raw in step.raw.items()}
+            sparsity = {name: l0(clipped(raw), step.weights_of(name)) for name, raw in step.raw.items()}
         return {
             "step": step.index,
             "lr": learning_rate(self.config.optimizer, step.index, self.config.steps),

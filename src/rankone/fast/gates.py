@@ -35,57 +35,57 @@ class Gated(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """One layer's importance function, what it is asked about, and the key of its mask's random
-    numbers."""
+    """One layer's importance function, what it is asked about, the key of its mask's random numbers, and
+    how much of a mean each datapoint is (None: all alike)."""
 
     importance: ImportanceFunction
     h: Float[Tensor, "*lead C"]
     key: int
+    weights: Float[Tensor, " datapoints"] | None = None
 
 
 def gated(
     gates: Mapping[str, Gate],
     penalty: Penalty | None = None,
-    row_weights: Float[Tensor, " rows"] | None = None,
     masks: MaskSettings | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, Gated], Float[Tensor, ""] | None]:
     """What interpolated gates say, for the layers to which that applies; and the penalty of those
     layers.
 
-    The penalty is the mean over datapoints, weighted by `row_weights`, of `Penalty.of`, times the
-    factor of each layer in `prices`; None if none is asked for, or of no layer.
+    The penalty is the weighted mean over datapoints of `Penalty.of`, times the factor of each layer in
+    `prices`; None if none is asked for, or of no layer.
     """
-    served = {name: gate for name, gate in gates.items() if _applies(gate, row_weights)}
+    served = {name: gate for name, gate in gates.items() if _applies(gate)}
     if not served:
         return {}, None
     inputs: list[Tensor] = []
-    for importance, h, _ in served.values():
+    for importance, h, *_ in served.values():
         assert isinstance(importance, MLPImportance)
         flat = h if h.dim() == 2 else h.reshape(-1, h.shape[-1])
         inputs += [flat, importance.w_in, importance.b_in, importance.w_out, importance.b_out]
     keys = [gate.key for gate in served.values()]
+    weights = [gate.weights for gate in served.values()]
     factors = [(prices or {}).get(name, 1.0) for name in served]
     # One function for all layers: in a small network, calling it costs as much as what it computes.
     total, *outputs = _GatesAndMasks.apply(
-        keys, masks or MaskSettings(), penalty or Penalty(0.0), row_weights, factors, *inputs
+        keys, masks or MaskSettings(), penalty or Penalty(0.0), weights, factors, *inputs
     )
     layers: dict[str, Gated] = {}
-    for i, (name, (_, h, _)) in enumerate(served.items()):
+    for i, (name, (_, h, *_)) in enumerate(served.items()):
         wide = outputs[3 * i : 3 * i + 3]
         layers[name] = Gated(*wide) if h.dim() == 2 else Gated(*(t.reshape(h.shape) for t in wide))
     return layers, None if penalty is None else total
 
 
-def _applies(gate: Gate, row_weights: Tensor | None) -> bool:
-    importance, h, _ = gate
+def _applies(gate: Gate) -> bool:
+    importance, h, *_ = gate
     rows = h.numel() // h.shape[-1]
     return (
         type(importance) is MLPImportance
         and h.device.type == "cpu"
         and h.dtype == torch.float32
         and rows >= FEWEST_ROWS
-        and (row_weights is None or row_weights.shape[0] == rows)
         and not (importance._forward_hooks or importance._forward_pre_hooks)
         and kernels() is not None
     )
@@ -111,13 +111,12 @@ class _GatesAndMasks(torch.autograd.Function):
         keys: list[int],
         masks: MaskSettings,
         penalty: Penalty,
-        row_weights: Tensor | None,
+        weights: list[Tensor | None],
         prices: list[float],
         *inputs: Tensor,
     ) -> Any:
         compiled, threads = kernels(), torch.get_num_threads()
         assert compiled is not None
-        weights = None if row_weights is None else row_weights.float().contiguous().numpy()
         shape = tuple(np.float32(number) for number in penalty)
         rule = *masks.stretch, LEAK if masks.sigmoid == "leaky" else 0.0
         rule = tuple(np.float32(number) for number in rule)
@@ -129,7 +128,8 @@ class _GatesAndMasks(torch.autograd.Function):
             rows, C = h.shape
             columns = _columns(h)
             gate = [w.detach().contiguous().numpy() for w in parameters]
-            per_row = np.full(rows, 1 / rows, np.float32) if weights is None else weights
+            own = weights[i]
+            per_row = np.full(rows, 1 / rows, np.float32) if own is None else own.float().contiguous().numpy()
             if prices[i] != 1:  # in the kernel the weights of rows serve the penalty alone
                 per_row = per_row * np.float32(prices[i])
             settings = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), *rule, per_row, *shape

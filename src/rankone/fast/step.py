@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankone.adapters import Activation, Adapter, LinearAdapter
+from rankone.data import weights_for
 from rankone.fast.factored import Factored
 from rankone.fast.gates import Gate, Gated, gated
 from rankone.fast.products import Memo, keeping_constants, rows_times, sharing
@@ -65,12 +66,22 @@ class FastStep(Step):
         losses = [term for term in self.terms.values() if isinstance(term, Sparsity)]
         self._shape = losses[0].penalty(self.progress) if losses else None
         self._prices = losses[0].prices(self.inner, self.balance) if losses else {}
-        gates = {name: Gate(f, self.inner[name], self.mask_key(name, 0)) for name, f in functions.items()}
-        self._gated, self._penalty = gated(gates, self._shape, self.weights, self.mask_settings, self._prices)
+        gates = {
+            name: Gate(f, self.inner[name], self.mask_key(name, 0), self._flat_weights(name))
+            for name, f in functions.items()
+        }
+        self._gated, self._penalty = gated(gates, self._shape, self.mask_settings, self._prices)
         return {
             name: self._gated[name].raw if name in self._gated else f(self.inner[name])
             for name, f in functions.items()
         }
+
+    def _flat_weights(self, name: str) -> Tensor | None:
+        """How much of a mean each datapoint of a layer is, all in a row."""
+        weights = self.weights_of(name)
+        if weights is None or weights.numel() == self.inner[name].shape[:-1].numel():
+            return None if weights is None else weights.flatten()
+        return self.each_weight(name)
 
     def masks(self, source: str | MaskSource, sample: int, routing: str = "all") -> Masks:
         key = (source, sample, torch.is_grad_enabled())
@@ -121,9 +132,9 @@ class FastStep(Step):
         if self.weights is None:
             return F.mse_loss(output, self.clean.output)
         if self._scaled_target is None:
-            self.mean(self.clean.output)  # raises where rows and weights do not fit
-            per_row = self.clean.output.numel() // self.clean.output.shape[0]
-            scale = (self.weights.to(output.dtype) / per_row).sqrt().reshape(-1, *[1] * (output.dim() - 1))
+            each = weights_for(self.weights, output.shape[:-1]).to(output.dtype)  # raises if they do not fit
+            total = each.numel() // len(self.weights) if self.weights.dim() == 1 else each.sum()
+            scale = (each / (total * output.shape[-1])).sqrt().unsqueeze(-1)
             scale = torch.empty_like(output).copy_(scale)  # in full: broadcasting is slower than reading it
             self._scaled_target = scale, scale * self.clean.output
         scale, target = self._scaled_target
@@ -134,7 +145,7 @@ class FastStep(Step):
         if self._shape != shape or self._penalty is None or self._prices != factors:
             return super().penalty(shape, prices)
         plain = [
-            self.mean(shape.of(raw)) * factors.get(name, 1.0)
+            self.mean(shape.of(raw), name) * factors.get(name, 1.0)
             for name, raw in self.raw.items()
             if name not in self._gated
         ]

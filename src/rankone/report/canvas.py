@@ -54,7 +54,14 @@ def new_figure(width: float, height: float) -> "Figure":
     load_matplotlib()
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    class Shown(Figure):
+        """A figure that a notebook shows, whatever its backend."""
+
+        def _repr_html_(self) -> str:
+            svg = to_svg(self, "figure")
+            return svg[svg.index("<svg") :]
+
+    return Shown(figsize=(width, height), layout="constrained")
 
 
 def to_svg(figure: "Figure", name: str) -> str:

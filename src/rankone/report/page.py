@@ -16,13 +16,10 @@ from typing import Any
 
 from rankone.data import Data
 from rankone.decomposition import LOOK_AT, Decomposition
-from rankone.describe import percent
 from rankone.errors import ConfigError
 from rankone.evaluate import Evaluation
 from rankone.files import RunDirectory, write_atomic
-from rankone.findings import ATTACKED, DELETED, UNMASKED
 from rankone.looking import Usage, usage
-from rankone.measures import ATTACK_STEPS
 from rankone.metrics import CERTAIN, IMPORTANT
 from rankone.report import plots
 from rankone.report.alive import alive_layers, sample_picture
@@ -33,6 +30,7 @@ from rankone.runs.run import program, summarised
 from rankone.runs.summary import Summary
 from rankone.settings import to_yaml
 from rankone.targets.own import Own
+from rankone.verdict import Verdict
 
 MASK_MEANINGS = {
     "ones": "all subcomponents kept",
@@ -52,10 +50,6 @@ SHARE_MEANINGS = {
     "union_16": "what is important to a datapoint or to 16 others",
     "deletion": "what is never important, deleted",
 }
-
-
-DENSE = 0.5
-"""When more than this share of the alive subcomponents is on at once, a decomposition says little."""
 
 
 def can_report() -> bool:
@@ -93,6 +87,8 @@ def report_on(result: Decomposition, path: str | Path, data: Data | None = None)
     given = result.data_or(data)
     again = data is not None or result.evaluation is None
     measured: Any = result.evaluate(given) if again else result.evaluation
+    if data is not None:
+        result.diagnose(data)
     evaluation: Evaluation = measured
     config = result.config
     if not isinstance(config, RunConfig):
@@ -148,7 +144,7 @@ def make_page(
         ],
         alive_layers=alive_layers(result, usages, evaluation.probe_importances),
         has_probe=bool(evaluation.probe_importances),
-        quality=quality(evaluation),
+        quality=quality(result.verdict, evaluation) if summary.recovered is None else None,
         pictures=shown[:-1] if has_history else shown,
         training_pictures=shown[-1:] if has_history else [],
         masks=[
@@ -171,39 +167,18 @@ def _how_to_diagnose(config: RunConfig, where: Path | None) -> str:
     return f"{program()} diagnose {shlex.quote(str(where))}{config.target.again}"
 
 
-def quality(evaluation: Evaluation) -> tuple[str, list[str]]:
-    """How good a decomposition is: a word (`yes`, `no`, `open`), and sentences that say why."""
-    lost = evaluation.relative
+def quality(verdict: Verdict, evaluation: Evaluation) -> tuple[str, str, list[str]]:
+    """How good a decomposition is: a class (`yes`, `no`, `open`), a headline, and sentences that say why."""
     alive = sum(map(len, evaluation.alive.values()))
-    on = sum(evaluation.l0.values())
-    sentences = []
-    bad = False
     if not alive:
-        return "no", ["Nothing is alive: no subcomponent is important on any datapoint that was looked at."]
-    if (share := lost.get("sum")) is not None:
-        bad |= share > UNMASKED
-        sentences.append(
-            f"All subcomponents together lose {percent(share)} of what removing everything costs: "
-            + ("too much to be called the network." if share > UNMASKED else "they are the network.")
-        )
-    if (share := lost.get("rounded")) is not None:
-        bad |= share > DELETED
-        sentences.append(
-            f"The important ones of each datapoint alone lose {percent(share)}"
-            + (", so what is called unimportant still does work." if share > DELETED else ".")
-        )
-    if (share := lost.get(f"attack_{ATTACK_STEPS}")) is not None:
-        bad |= share > ATTACKED
-        sentences.append(
-            f"An adversary who plays with the unimportant ones costs {percent(share)}"
-            + (": they are unimportant on average, not always." if share > ATTACKED else ".")
-        )
-    dense = alive > 2 and on > DENSE * alive
-    sentences.append(
-        f"{on:.1f} of {alive} alive subcomponents are important on an average datapoint"
-        + (": nearly all of them at once, so little was taken apart." if dense else ".")
-    )
-    return ("no" if bad else "open" if dense else "yes"), sentences
+        nothing = "Nothing is alive: no subcomponent is important on any datapoint that was looked at."
+        return "no", "Not good", [nothing]
+    kind = {True: "yes", False: "no", None: "open"}[verdict.good]
+    sentences = [f"{reason[:1].upper()}{reason[1:]}." for reason in verdict.reasons]
+    if not verdict.good:
+        on = sum(evaluation.l0.values())
+        sentences.append(f"Of {alive} alive subcomponents, {on:.1f} are important on an average datapoint.")
+    return kind, verdict.word.capitalize(), sentences
 
 
 def draw(

@@ -120,6 +120,8 @@ def complete(
     say("Evaluating.")
     result.evaluation = evaluation = evaluate_run(config, result)
     summary = summarised(config, result, evaluation, decomposition_sha256(directory))
+    if summary.recovered is None:
+        summary = summary.model_copy(update={"verdict": result.verdict})
     if report is not None:
         say("Drawing figures and writing the report.")
         report(directory, config, result, evaluation, summary)
@@ -175,6 +177,7 @@ def load_run(path: Path) -> LoadedRun:
         result = load(path / DECOMPOSITION, target, output=config.getter, divergence=config.target.divergence)
         result.seconds = summary.train_seconds or 0.0
         result.data, result.evaluation = _data(config), summary.evaluation()
+        result._verdict = summary.verdict
         return LoadedRun(directory, config, result, config.steps, summary)
     tensors, meta = load_newest(directory)
     model = build(target, config.layers, config, config.getter)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rankone.errors import CheckpointError
 from rankone.evaluate import Evaluation
 from rankone.metrics import Check, Pattern
+from rankone.verdict import Verdict
 
 
 class CheckResult(BaseModel):
@@ -40,6 +41,8 @@ class Summary(BaseModel):
     """None where the system does not tell."""
     recovered: bool | None
     """Whether every known mechanism was found; None where no truth is known."""
+    verdict: Verdict | None = None
+    """Where no truth is known: whether it is good, and why. None also in runs of before 0.2.0."""
     checks: dict[str, CheckResult]
     mmcs: float | None
     ml2r: float | None
