@@ -48,9 +48,10 @@ def add_neurons(model: DecomposedModel, stream: Iterator[Batch], seed: int) -> d
         parts = layer.subcomponents
         before = parts.U.detach().clone(), parts.V.detach().clone()
         sizes = model.inner(clean)[name].abs() * parts.U.norm(dim=0)
+        data = model.weights(name, clean, sizes.shape[:-1]) > 0
         generator = generator_for(seed, f"init/neurons/{name}")
-        on = _neurons_on(model, name, batch, clean, live, generator)
-        if on is not None and on < FEWER * _on(sizes.flatten(0, -2)):
+        on = _neurons_on(model, name, batch, clean, live, data, generator)
+        if on is not None and on < FEWER * _on(sizes[data]):
             others = before[1][: layer.C - n]
             norms = W[live].norm(dim=1)
             own = torch.diag(W.norm(dim=1))[:, live]
@@ -69,6 +70,7 @@ def _neurons_on(
     batch: Batch,
     clean: CleanPass,
     live: Bool[Tensor, " d_out"],
+    data: Bool[Tensor, "*lead"],
     generator: torch.Generator,
 ) -> float | None:
     """How many outputs of a layer have an effect at a time; None if they are no neurons.
@@ -89,7 +91,7 @@ def _neurons_on(
         (effect,) = torch.autograd.grad((output * direction).sum(), mask, allow_unused=True)
     if effect is None:
         return None
-    y, effect = y[..., :n].flatten(0, -2), effect[..., :n].flatten(0, -2)
+    y, effect = y[data][:, :n], effect[data][:, :n]
     there = y.abs() > SILENT * y.abs().max()
     slope = torch.where(there, effect / torch.where(there, y, 1.0), 0.0)
     size = (slope.square().sum(1) / there.sum(1).clamp(min=1)).sqrt()
