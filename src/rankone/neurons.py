@@ -87,6 +87,8 @@ def _neurons_on(
     with torch.enable_grad():
         mask = torch.ones_like(y).requires_grad_()
         output = model.masked(batch, {name: Mask(mask)}, clean)
+        if not output.requires_grad or not bool(data.any()):
+            return None  # the training step says what is wrong with such a target
         direction = torch.randn(output.shape, generator=generator).to(output)
         (effect,) = torch.autograd.grad((output * direction).sum(), mask, allow_unused=True)
     if effect is None:
