@@ -12,7 +12,7 @@ still finds all others.
 from pathlib import Path
 
 import torch
-from mechanism import arguments, by_class, clearest, keep, settings, smoothed, story
+from mechanism import arguments, by_class, clearest, keep, settings, story
 from torch import Tensor, nn
 
 import rankone
@@ -58,7 +58,7 @@ def trained(steps: int = 1500) -> Encoder:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
     for _ in range(steps):
         tokens, _, answers = sequences(generator)
-        loss = smoothed(model(tokens), answers)
+        loss = nn.functional.cross_entropy(model(tokens), answers)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

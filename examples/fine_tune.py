@@ -12,7 +12,7 @@ import copy
 from pathlib import Path
 
 import torch
-from mechanism import accuracies, arguments, by_class, clearest, keep, settings, story, train
+from mechanism import accuracies, arguments, by_class, clearest, keep, settings, smoothed, story, train
 from peft import LoraConfig, get_peft_model
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -40,10 +40,10 @@ def base_and_tuned() -> tuple[nn.Module, nn.Module]:
     x, labels = digits()
     torch.manual_seed(0)
     old = labels < 8
-    base = train(Classifier(), x[old], labels[old], steps=300, lr=1e-2)
+    base = train(Classifier(), x[old], labels[old], smoothed, steps=300, lr=1e-2)
     adapters = LoraConfig(r=2, lora_alpha=8, target_modules=["hidden", "head"])
     # peft puts its matrices into the network that it is given.
-    return base, train(get_peft_model(copy.deepcopy(base), adapters), x, labels, steps=600, lr=1e-2)
+    return base, train(get_peft_model(copy.deepcopy(base), adapters), x, labels, smoothed, steps=600, lr=1e-2)
 
 
 def main(steps: int | None = None, out: Path | None = None) -> rankone.Decomposition:

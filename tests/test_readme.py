@@ -111,7 +111,13 @@ def test_the_example(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "examples/README.md",
+        *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+    ],
 )
 def test_links_exist(page):
     path = ROOT / page
