@@ -10,7 +10,7 @@ still knows all others.
 from pathlib import Path
 
 import torch
-from mechanism import accuracies, arguments, by_class, clearest, keep, settings, story, train
+from mechanism import accuracies, arguments, by_class, clearest, keep, settings, smoothed, story, train
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -39,7 +39,7 @@ def network() -> nn.Sequential:
 
 def main(steps: int | None = None, out: Path | None = None) -> rankone.Decomposition:
     x, labels = digits()
-    model = train(network(), x, labels, steps=300, lr=1e-2)
+    model = train(network(), x, labels, smoothed, steps=300, lr=1e-2)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     batches = list(x[order].split(200))
 

@@ -4,15 +4,15 @@
 
 A sequence is an address and up to six letters; the encoder answers with the letter that stands at that
 address. Shorter sequences are padded, and padding is no data: a WeightedBatch says where there is some.
-rankone takes all matrices apart without a setting: embeddings, queries, keys, values, the output of
-attention, the MLP. We look for the subcomponent without which the network no longer finds one address, and
-still finds all others.
+rankone takes the four matrices of attention apart without a setting: queries, keys, values and what is made
+of them. We look for the subcomponent without which the network no longer finds one address, and still
+finds all others.
 """
 
 from pathlib import Path
 
 import torch
-from mechanism import arguments, by_class, clearest, keep, settings, story
+from mechanism import arguments, by_class, clearest, keep, settings, smoothed, story
 from torch import Tensor, nn
 
 import rankone
@@ -22,7 +22,7 @@ PLACES, LETTERS, PAD = 6, 6, 0
 
 
 class Encoder(nn.Module):
-    """Attention, then an MLP, both beside what they read; the answer is read off the address."""
+    """Attention beside what it reads; the answer is read off the address."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def trained(steps: int = 1500) -> Encoder:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
     for _ in range(steps):
         tokens, _, answers = sequences(generator)
-        loss = nn.functional.cross_entropy(model(tokens), answers)
+        loss = smoothed(model(tokens), answers)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -68,7 +68,7 @@ def trained(steps: int = 1500) -> Encoder:
 def main(steps: int | None = None, out: Path | None = None) -> rankone.Decomposition:
     model = trained()
 
-    result = rankone.decompose(model, batch, config=settings(steps, divergence="kl"))
+    result = rankone.decompose(model, batch, ["attention.*"], settings(steps, divergence="kl"))
 
     tokens, address, answers = sequences(torch.Generator().manual_seed(1))
     names = [f"address {i}" for i in range(PLACES)]

@@ -1,6 +1,7 @@
 """The networks in examples/, each trained, decomposed for a few steps, and told about."""
 
 import json
+import re
 import runpy
 import sys
 
@@ -25,6 +26,19 @@ def test_an_example_at_a_few_steps(name, tmp_path, monkeypatch, capsys):
     assert set(kept) == {"mechanism.txt", "numbers.json", "report.html"}
     assert kept["mechanism.txt"].read_text().split("\n\n")[-1].strip() in said
     assert json.loads(kept["numbers.json"].read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_kept_shows_one_mechanism(name):
+    """One skill goes, and nothing else does; and what is kept is small."""
+    kept = ROOT / "results/examples" / name
+    text = (kept / "mechanism.txt").read_text()
+    told = re.search(r"\((\S+) before, (\S+) after\); nothing else loses more than (\S+)\.\n", text)
+    before, after, other = map(float, told.groups())
+    assert before - after > 0.6
+    assert other <= 0.05
+    assert json.loads((kept / "numbers.json").read_text())["steps"] >= 6000
+    assert sum(path.stat().st_size for path in kept.iterdir()) < 1_000_000
 
 
 def test_the_clearest_mechanism_is_the_one_whose_loss_is_alone(monkeypatch):
