@@ -528,7 +528,11 @@ REFUSED = {
         {"attn": 2},
         r"'attn' is a MultiheadAttention.*attn.q, attn.k, .*'attn.\*'",
     ),
-    "in_proj_weight": (Attends, {"attn.in_proj_weight": 2}, r"is a parameter of shape \(12, 4\), no module"),
+    "in_proj_weight": (
+        Attends,
+        {"attn.in_proj_weight": 2},
+        r"parameter of a MultiheadAttention, .*Name them: attn.q, attn.k",
+    ),
     "a parameter": (Matmuls, {"W": 2}, r'matrices": {"parameters": {\'W\': "x @ W"}}'),
     "max": (lambda: Bag("max"), {"*": 2}, r"mode='max' is no product with a matrix"),
     "a container": (
