@@ -4,7 +4,7 @@
 
 A sequence is an address and up to six letters; the encoder answers with the letter that stands at that
 address. Shorter sequences are padded, and padding is no data: a WeightedBatch says where there is some.
-rankone takes the four matrices of attention apart without a setting: queries, keys, values and what is made
+rankone takes the four matrices of attention apart by the recipe: queries, keys, values and what is made
 of them. We look for the subcomponent without which the network no longer finds one address, and still
 finds all others.
 """
