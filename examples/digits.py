@@ -3,8 +3,8 @@
     python examples/digits.py
 
 Two convolutions and a linear layer read 1,797 digits of 8 by 8 pixels. rankone takes all three apart
-by the recipe, comparing logits by KL. We look for the subcomponent without which the network no longer knows one digit, and
-still knows all others.
+by the recipe, comparing logits by KL. We look for the subcomponent without which the network no longer
+knows one digit, and still knows all others.
 """
 
 from pathlib import Path
