@@ -170,6 +170,7 @@ def _with_tied(n: Numbers, names: Sequence[str]) -> str:
 
 
 BETA3 = "`losses.importance_minimality.coefficient`"
+BETA3_START = "`losses.importance_minimality.coefficient_start`"
 
 
 def findings(numbers: Numbers) -> list[Finding]:
@@ -282,7 +283,7 @@ def _unsafe(n: Numbers) -> Iterator[Finding]:
             f"{share:.1%} of what removing everything does (limit {ATTACKED:.0%}); random masks by "
             f"{n.masked_share:.1%}",
             "what importances call unimportant is unimportant on average, not always",
-            f"set {BETA3[:-1]}_start` to {n.coefficient_start / 2:g}: pressure was so high at first that "
+            f"set {BETA3_START} to {n.coefficient_start / 2:g}: pressure was so high at first that "
             "mechanisms with a small effect were given up"
             if n.coefficient_start
             else f"add `losses.adversarial_recon.persistent=true`, or lower {BETA3}",
