@@ -31,6 +31,7 @@ from rankone.patching import OutputGetter, refuse_unusable
 from rankone.progress import RunDisplay, greeting, say_verdict, shown_by_default
 from rankone.room import LayerChoice, chosen_layers
 from rankone.settings import validated
+from rankone.sharing import Shareable
 from rankone.step import Divergence
 from rankone.tables import Table
 from rankone.train import Interrupted, Training
@@ -51,7 +52,7 @@ LOOK_AT = 8
 
 
 @dataclass(repr=False)
-class Decomposition:
+class Decomposition(Shareable):
     """A decomposed model and the story of its training.
 
     What looks at data takes `data=`; without it, the data of training is used where it is known.
