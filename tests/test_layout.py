@@ -44,6 +44,7 @@ ORDER = [
     "losses",
     "config",
     "metrics_log",
+    "trackers",
     "progress",
     "metrics",
     "looking",

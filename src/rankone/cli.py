@@ -34,6 +34,7 @@ from rankone.options import (
     Seed,
     Shipped,
     Steps,
+    Track,
     assignments,
 )
 
@@ -85,6 +86,7 @@ def run(
     steps: Steps = None,
     resume: bool = False,
     start_from: AnyPath | None = None,
+    track: Track = None,
     model: Model = None,
     quiet: Quiet = False,
     json: AsJson = False,
@@ -132,7 +134,9 @@ def run(
             assignments=changes,
         )
         if seeds is not None:
-            runs, numbers, complete = watch.run_seeds(config, out, seeds, jobs, resume, quiet=quiet)
+            runs, numbers, complete = watch.run_seeds(
+                config, out, seeds, jobs, resume, quiet=quiet, track=track or ()
+            )
             if json:
                 terminal.write_text(numbers.read_text(encoding="utf-8"))
             else:
@@ -142,7 +146,7 @@ def run(
         if jobs is not None:
             raise ConfigError("--jobs says how many seeds run at a time; it needs --seeds.")
         out = out or Path("runs") / config.run_name
-        summary = watch.run_one(config, out, resume, quiet=quiet)
+        summary = watch.run_one(config, out, resume, quiet=quiet, track=track or ())
         if json:
             terminal.write_text(to_json(summary.to_json(), indent=2) + "\n")
             return

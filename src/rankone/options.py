@@ -65,6 +65,15 @@ Steps = Annotated[
 Jobs = Annotated[
     int | None, Parameter(help="How many runs at a time; as many as there are cores for if not given.")
 ]
+Track = Annotated[
+    list[Literal["tensorboard", "wandb", "wandb-offline", "trackio"] | str] | None,
+    Parameter(
+        help="Send the numbers of training to a tracker as well, `tensorboard`, `wandb`, `wandb-offline` or "
+        "`trackio`; may be given several times. metrics.jsonl is written in any case.",
+        show_choices=False,
+        negative=(),
+    ),
+]
 Model = Annotated[
     str | None,
     Parameter(

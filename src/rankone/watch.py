@@ -28,6 +28,7 @@ from rankone.runs.many import MOST_JOBS, MOST_SEEDS, ParallelRun, bounded, jobs_
 from rankone.runs.run import cores, program, run, with_threads
 from rankone.runs.summary import Summary
 from rankone.terminal import READER_GONE, note, say, write_text
+from rankone.trackers import refuse_unusable, together, tracking
 from rankone.train import Interrupted
 from rankone.tune import FIGURE, ConfiguredWork, can_draw, refuse_senseless, tune_work
 
@@ -54,7 +55,9 @@ def _unwinding_when_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_one(config: RunConfig, out: Path, resume: bool, *, quiet: bool = False) -> Summary:
+def run_one(
+    config: RunConfig, out: Path, resume: bool, *, quiet: bool = False, track: Sequence[str] = ()
+) -> Summary:
     """Do one run and show how it goes; an interrupted one says how to go on, and ends the command."""
     tell: Callable[..., None] = (lambda *_: None) if quiet else note
     if not quiet:
@@ -67,9 +70,14 @@ def run_one(config: RunConfig, out: Path, resume: bool, *, quiet: bool = False) 
     report = write_report if can_report() else None
     display = None if quiet else RunDisplay(config.steps)
     try:
-        with _unwinding_when_terminated(), display or nullcontext():
+        with (
+            _unwinding_when_terminated(),
+            display or nullcontext(),
+            tracking(track, out, config.model_dump(mode="json"), note) as tracker,
+        ):
             say_so = tell if display is None else display.say
-            return run(config, out, resume=resume, observer=display, say=say_so, report=report)
+            observer = together(display, tracker)
+            return run(config, out, resume=resume, observer=observer, say=say_so, report=report)
     except Interrupted as stop:
         note(
             f"\nInterrupted at step {stop.step} of {config.steps}; everything is saved in "
@@ -83,12 +91,20 @@ def run_one(config: RunConfig, out: Path, resume: bool, *, quiet: bool = False) 
 
 
 def run_seeds(
-    config: RunConfig, out: Path | None, seeds: int, jobs: int | None, resume: bool, *, quiet: bool = False
+    config: RunConfig,
+    out: Path | None,
+    seeds: int,
+    jobs: int | None,
+    resume: bool,
+    *,
+    quiet: bool = False,
+    track: Sequence[str] = (),
 ) -> tuple[list[ParallelRun], Path, bool]:
     """Do several seeds and show how they go: the runs, where their numbers are, whether all of them worked.
 
     Each seed gets a directory of its own, in `out` or in runs/.
     """
+    refuse_unusable(track)
     if not quiet:
         print_notes(config)
     config = with_threads(config, None, note)
@@ -105,7 +121,7 @@ def run_seeds(
             f"into {runs[0].out.parent}"
         )
     began = time.monotonic()
-    stopped = _run_all(runs, at_a_time, resume=resume, quiet=quiet)
+    stopped = _run_all(runs, at_a_time, resume=resume, quiet=quiet, track=track)
     seconds = time.monotonic() - began
     summaries = [run.summary.to_json() for run in runs if run.summary is not None]
     together.write_json("seeds.json", {"seeds": [run.config.seed for run in runs], "runs": summaries})
@@ -125,18 +141,20 @@ def _run_all(
     resume: bool,
     observer: Callable[[Sequence[ParallelRun]], None] = lambda _: None,
     quiet: bool = False,
+    track: Sequence[str] = (),
 ) -> int:
     """Do several runs and show how they go; 0, or the signal that stopped them."""
     report = write_report if can_report() else None
+    options = {"jobs": jobs, "resume": resume, "report": report, "track": track}
     if quiet:
-        return run_all(runs, jobs=jobs, resume=resume, observer=observer, report=report)
+        return run_all(runs, observer=observer, **options)
     with ParallelDisplay() as display:
 
         def observe(runs: Sequence[ParallelRun]) -> None:
             observer(runs)  # first, so that a run that cannot be kept is not shown as done
             display(runs)
 
-        return run_all(runs, jobs=jobs, resume=resume, observer=observe, report=report)
+        return run_all(runs, observer=observe, **options)
 
 
 def make_missing(specs: Sequence[RunSpec], out: Path, jobs: int | None) -> bool:

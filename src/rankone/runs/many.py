@@ -24,6 +24,8 @@ from rankone.runs.config import RunConfig
 from rankone.runs.run import Report, allowed_threads, cores, refuse_existing, run
 from rankone.runs.summary import Summary
 from rankone.targets.own import handing_over, made_by, typed
+from rankone.terminal import note
+from rankone.trackers import together, tracking
 from rankone.train import Interrupted
 
 MOST_SEEDS = 10_000
@@ -80,6 +82,7 @@ def run_all(
     resume: bool = False,
     observer: Callable[[Sequence[ParallelRun]], None],
     report: Report | None = None,
+    track: Sequence[str] = (),
 ) -> int:
     """Do all runs, `jobs` at a time; `observer` sees their states a few times a second.
 
@@ -112,9 +115,8 @@ def run_all(
                 one.state = "running"
                 # A pipe for each: a child that is killed while it writes can block no other.
                 ours, theirs = spawn.Pipe(duplex=False)
-                process = spawn.Process(
-                    target=_work, args=(one.config, one.out, resume, report, theirs, typed())
-                )
+                arguments = (one.config, one.out, resume, report, theirs, typed(), track)
+                process = spawn.Process(target=_work, args=arguments)
                 with _ignoring_interrupts(in_main):
                     process.start()
                 theirs.close()
@@ -166,7 +168,15 @@ def _take_in(one: ParallelRun, kind: str, content: Any) -> None:
         one.state, one.message = kind, content
 
 
-def _work(config: RunConfig, out: Path, resume: bool, report: Report | None, parent: Any, model: str) -> None:
+def _work(
+    config: RunConfig,
+    out: Path,
+    resume: bool,
+    report: Report | None,
+    parent: Any,
+    model: str,
+    track: Sequence[str],
+) -> None:
     """One run, in its own process; `model` names the user's own network, as the user typed it."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # out of reach of a terminal's Ctrl-C: a second signal would cut the saving short
@@ -183,8 +193,13 @@ def _work(config: RunConfig, out: Path, resume: bool, report: Report | None, par
             parent.send(("progress", progress))
 
     try:
-        with handing_over(made_by(model)) if model else nullcontext():
-            parent.send(("done", run(config, out, resume=resume, observer=observer, report=report)))
+        settings = config.model_dump(mode="json")
+        with (
+            handing_over(made_by(model)) if model else nullcontext(),
+            tracking(track, out, settings, note) as tracker,
+        ):
+            both = together(observer, tracker)
+            parent.send(("done", run(config, out, resume=resume, observer=both, report=report)))
     except Interrupted as stop:
         parent.send(("interrupted", f"saved at step {stop.step}"))
     except (RankoneError, OSError) as error:
