@@ -59,7 +59,8 @@ def test_wandb_offline_and_trackio(tmp_path):
         from rankone.trackers import tracking
         with tracking(["wandb-offline", "trackio"], Path("run"), {"experiment": "small"}, print) as observe:
             for step in (0, 10):
-                record = {"step": step, "lr": 0.1, "loss": {"total": 0.5, "faithfulness": 0.1}, "l0": {"a": 2.0}}
+                losses = {"total": 0.5, "faithfulness": 0.1}
+                record = {"step": step, "lr": 0.1, "loss": losses, "l0": {"a": 2.0}}
                 observe(Progress(record, step + 1, 100, 1.0, 3.0))
     """
     (tmp_path / "run").mkdir()
