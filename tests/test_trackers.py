@@ -43,8 +43,8 @@ def test_tensorboard_has_every_number_and_a_resumed_run_no_number_twice(tmp_path
 
 @pytest.mark.filterwarnings("ignore")
 def test_from_the_command_line(tmp_path):
-    rankone_main(["run", "tms_5-2", "--steps", "3", "log_every=1", "batch_size=64", "--out", str(tmp_path / "run"), "-q",
-                  "--track", "tensorboard"])  # fmt: skip
+    words = ["run", "tms_5-2", "--steps", "3", "log_every=1", "batch_size=64", "-q"]
+    rankone_main([*words, "--out", str(tmp_path / "run"), "--track", "tensorboard"])
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     seen = scalars(tmp_path / "run/tensorboard")["loss/total"]
     assert seen == [(r["step"], pytest.approx(r["loss"]["total"], rel=1e-6)) for r in records]
