@@ -71,6 +71,7 @@ SLOW = (
     "test_cli.py::test_train_target",
     "test_cli.py::test_two_processes_in_one_directory",
     "test_cli.py::test_what_is_not_ours_is_left_alone",
+    "test_clusters.py::test_the_command",
     "test_diagnose.py",
     "test_examples.py::test_an_example",
     "test_extending.py::test_a_target_family_from_the_command_line",

@@ -48,6 +48,9 @@ ORDER = [
     "progress",
     "metrics",
     "looking",
+    "cooccurrence",
+    "clusters",
+    "using",
     "fast.kernels",
     "fast.compiled",
     "fast.gates",
@@ -91,6 +94,7 @@ ORDER = [
     "collection.base",
     "collection.opposites",
     "collection.judge",
+    "collection.grouping",
     "collection.blocks",
     "collection",
     "tune.curve",
@@ -103,6 +107,7 @@ ORDER = [
     "watch",
     "options",
     "config_commands",
+    "using_commands",
     "cli",
 ]
 """A module imports only from those before it."""

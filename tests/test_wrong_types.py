@@ -25,6 +25,7 @@ attempts = {
     "factor": lambda: result.ablated(scale={"0": {1: "x"}}),
     "matrix": lambda: result.components("0").matrix([0, 1]),
     "index": lambda: result.components("0")[1.0],
+    "alpha": lambda: result.clusters(data, alpha="much"),
     "C": lambda: rankone.decompose(model, data, {"0": "many"}, good),
 }
 said = {}
@@ -54,3 +55,4 @@ def test_each_is_explained():
     assert "[0, 1] does not name a subcomponent of '0'; expected one whole number" in said["matrix"]
     assert "1.0 does not name a subcomponent" in said["index"]
     assert "asks for C = 'many' subcomponents" in said["C"]
+    assert "alpha is 'much'; expected a number above 0" in said["alpha"]

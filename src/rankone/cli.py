@@ -9,8 +9,6 @@ and mistakes in typing are answered at once.
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from json import dumps as to_json
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from rankone import terminal
+from rankone import terminal, using_commands
 from rankone.config_commands import config_app
 from rankone.errors import ConfigError
 from rankone.options import (
@@ -36,6 +34,7 @@ from rankone.options import (
     Steps,
     Track,
     assignments,
+    given,
 )
 
 app = App(
@@ -46,18 +45,7 @@ app = App(
 )
 app.register_install_completion_command()
 app.command(config_app)
-
-
-@contextmanager
-def _with(model: str | None) -> Iterator[None]:
-    """Meanwhile, the network that the user named is at hand."""
-    if model is None:
-        yield
-        return
-    from rankone.targets.own import handing_over, made_by
-
-    with handing_over(made_by(model)):
-        yield
+app.command(using_commands.cluster)
 
 
 @app.command(name="list")
@@ -119,7 +107,7 @@ def run(
         if model is not None:
             raise ConfigError(f"{experiment} names a network already; leave out --model.")
         model = experiment
-    with _with(model):
+    with given(model):
         changes = assignments(settings)
         if start_from is not None:
             changes.append(f"start_from={to_json(str(start_from))}")
@@ -361,7 +349,7 @@ def evaluate(
     from rankone.evaluate import attack_ladder
     from rankone.runs.run import evaluate_again, load_run, stored_numbers
 
-    with _with(model):
+    with given(model):
         if attack is not None:
             result = load_run(directory).result
             ladders = attack_ladder(result, result.data_or(None), attack)
@@ -397,7 +385,7 @@ def compare(a: Directory, b: Directory, /, *, model: Model = None, json: AsJson 
     from rankone.runs.config import real_differences
     from rankone.runs.run import load_run
 
-    with _with(model):
+    with given(model):
         runs = [load_run(directory) for directory in (a, b)]
         comparison = match_subcomponents(runs[0].result, runs[1].result, runs[0].result.data_or(None))
     differing = real_differences(*(run.config for run in runs))
@@ -417,7 +405,7 @@ def diagnose(directory: Directory, /, *, model: Model = None, json: AsJson = Fal
     from rankone import console
     from rankone.runs.run import load_run
 
-    with _with(model):
+    with given(model):
         found = load_run(directory).result.diagnose()
     if json:
         terminal.write_text(to_json(asdict(found), indent=2) + "\n")
@@ -435,7 +423,7 @@ def report(directory: Directory, /, *, model: Model = None) -> None:
         raise ConfigError(
             "A report needs matplotlib and jinja2. Install them with: pip install 'rankone[report]'"
         )
-    with _with(model):
+    with given(model):
         loaded = load_run(directory)
         summary = loaded.finished()
         with loaded.directory.lock():

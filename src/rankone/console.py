@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from rankone import progress
+from rankone.clusters import Components
 from rankone.compare import SAME, Comparison
 from rankone.describe import brief, percent
 from rankone.fast.compiled import MissingKernels, kernels
@@ -30,6 +31,7 @@ from rankone.report.page import can_report
 from rankone.runs.config import PRESETS, RunConfig
 from rankone.runs.many import ParallelRun
 from rankone.runs.summary import Summary
+from rankone.tables import cell_text
 from rankone.terminal import Part, SafeConsole, errors, note, output, say, table, text
 from rankone.verdict import verdict
 
@@ -196,6 +198,15 @@ def print_comparison(
     for which, names in zip(("first", "second"), comparison.only_in, strict=True):
         if names:
             say(f"Only the {which} decomposes: {', '.join(names)}")
+
+
+def print_components(components: Components) -> None:
+    """Components, the most frequent first, and what grouping them saves."""
+    shown = components.table()
+    if components:
+        rows = [[cell_text(cell) for cell in row] for row in shown.rows]
+        output.print(table(shown.head, [[*row[:3], row[3]] for row in rows], left=0))
+    say(shown.note)
 
 
 def print_seeds(runs: Sequence[ParallelRun], seconds: float | None = None) -> None:

@@ -21,10 +21,9 @@ from rankone.checkpoint import checkpoint_names, described, earlier_parameters
 from rankone.config import DecompositionConfig, over_recipe
 from rankone.data import Batch, Data, to_device
 from rankone.describe import Facts, as_html, as_text, brief
-from rankone.editing import AblatedModel, Choice, Factors, edited_copy, edits
 from rankone.errors import BatchError, CheckpointError, ConfigError
 from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
-from rankone.looking import Grouping
+from rankone.looking import LOOK_AT
 from rankone.metrics_log import Observer, Progress, Record, parse_metrics
 from rankone.model import DecomposedModel
 from rankone.patching import OutputGetter, refuse_unusable
@@ -33,8 +32,8 @@ from rankone.room import LayerChoice, chosen_layers
 from rankone.settings import validated
 from rankone.sharing import Shareable
 from rankone.step import Divergence
-from rankone.tables import Table
 from rankone.train import Interrupted, Training
+from rankone.using import Usable
 from rankone.views import LayerView
 
 if TYPE_CHECKING:
@@ -47,12 +46,10 @@ COMPONENTS = "components.safetensors"
 DESCRIPTION = "decomposition.json"
 HISTORY = "history"
 """The entry of the sealed file that holds the metrics log, as bytes: one file changes as a whole."""
-LOOK_AT = 8
-"""How many batches are looked at, if nothing else is asked for."""
 
 
 @dataclass(repr=False)
-class Decomposition(Shareable):
+class Decomposition(Usable, Shareable):
     """A decomposed model and the story of its training.
 
     What looks at data takes `data=`; without it, the data of training is used where it is known.
@@ -103,51 +100,6 @@ class Decomposition(Shareable):
         if self._alive is None:
             self._alive = looking.alive(self.model, self.data_or(None), LOOK_AT)
         return {name: list(found) for name, found in self._alive.items()}
-
-    def ablated(
-        self, keep: Choice | None = None, *, drop: Choice | None = None, scale: Factors | None = None
-    ) -> AblatedModel:
-        """A runnable model with edited layers: `ablated(drop={"fc1": [3]})(x)`.
-
-        keep   layer -> subcomponents it then consists of, and of nothing else
-        drop   layer -> subcomponents that are taken out of the original matrix
-        scale  layer -> {index: factor}, or a tensor of factors `[C]` or, per datapoint, `[*lead, C]`
-
-        Layers that are not named keep their original matrix. Biases stay.
-        """
-        return AblatedModel(self.model, edits(self.model, keep, drop, scale))
-
-    def edited_model(
-        self, keep: Choice | None = None, *, drop: Choice | None = None, scale: Factors | None = None
-    ) -> nn.Module:
-        """A copy of the network with edited weights (see `ablated`): an ordinary module, with
-        parameters, gradients and every method of its class."""
-        return edited_copy(self.model, edits(self.model, keep, drop, scale), self.config.matrices)
-
-    def examples(
-        self, layer: str, c: int, data: Data | None = None, *, count: int = 10, n_batches: int = LOOK_AT
-    ) -> Table:
-        """The datapoints on which subcomponent `c` of a layer is most important."""
-        return looking.examples(self.model, layer, c, self.data_or(data), count, n_batches)
-
-    def effect(
-        self,
-        keep: Choice | None = None,
-        *,
-        drop: Choice | None = None,
-        scale: Factors | None = None,
-        data: Data | None = None,
-        n_batches: int = LOOK_AT,
-    ) -> Table:
-        """What an edit (see `ablated`) changes in the output, entry by entry."""
-        return looking.effect(self.model, edits(self.model, keep, drop, scale), self.data_or(data), n_batches)
-
-    def importances_by(
-        self, by: Grouping, layer: str, data: Data | None = None, *, n_batches: int = LOOK_AT
-    ) -> Table:
-        """Mean importances of a layer's alive subcomponents by class (`"output"`: the largest entry of
-        the output), by `"position"`, or by a function of the model's inputs that gives whole numbers."""
-        return looking.by_group(self.model, layer, by, self.data_or(data), n_batches)
 
     def evaluate(self, data: Data | None = None, **options: Any) -> "Evaluation":
         """Measure how good it is (see `rankone.evaluate`); kept as `evaluation`."""

@@ -33,6 +33,8 @@ from rankone.views import index_of
 
 SEED = 0
 """What is looked at is the same every time."""
+LOOK_AT = 8
+"""How many batches are looked at, if nothing else is asked for."""
 
 
 def fresh_batches(model: DecomposedModel, data: Data, count: int) -> Iterator[Batch]:

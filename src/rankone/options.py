@@ -3,7 +3,8 @@
 Nothing here imports torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -110,3 +111,15 @@ def assignments(tokens: Sequence[str]) -> list[str]:
             key = f"{key}={value}"
         result.append(key)
     return result
+
+
+@contextmanager
+def given(model: str | None) -> Iterator[None]:
+    """Meanwhile, the network that the user named with --model is at hand."""
+    if model is None:
+        yield
+        return
+    from rankone.targets.own import handing_over, made_by
+
+    with handing_over(made_by(model)):
+        yield

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rankone.data import Data
-from rankone.decomposition import LOOK_AT, Decomposition
+from rankone.decomposition import Decomposition
 from rankone.errors import ConfigError
 from rankone.evaluate import Evaluation
 from rankone.files import RunDirectory, write_atomic
-from rankone.looking import Usage, usage
+from rankone.looking import LOOK_AT, Usage, usage
 from rankone.metrics import CERTAIN, IMPORTANT
 from rankone.report import plots
 from rankone.report.alive import alive_layers, sample_picture

@@ -1,0 +1,90 @@
+"""What can be done with a result: look at its subcomponents at work, edit the network by them, group them.
+
+These are methods of a `Decomposition`, gathered here because they are about using one, not about making
+or keeping it. Each returns something that prints well and can be used further.
+"""
+
+from torch import nn
+
+from rankone import clusters, looking
+from rankone.clusters import Components
+from rankone.config import DecompositionConfig
+from rankone.data import Data
+from rankone.editing import AblatedModel, Choice, Factors, edited_copy, edits
+from rankone.looking import LOOK_AT, Grouping
+from rankone.metrics import IMPORTANT
+from rankone.model import DecomposedModel
+from rankone.tables import Table
+
+
+class Usable:
+    """What a `Decomposition` can be used for."""
+
+    model: DecomposedModel
+    config: DecompositionConfig
+
+    def data_or(self, data: Data | None) -> Data:
+        """What was given, else the data that is at hand."""
+        raise NotImplementedError
+
+    def ablated(
+        self, keep: Choice | None = None, *, drop: Choice | None = None, scale: Factors | None = None
+    ) -> AblatedModel:
+        """A runnable model with edited layers: `ablated(drop={"fc1": [3]})(x)`.
+
+        keep   layer -> subcomponents it then consists of, and of nothing else
+        drop   layer -> subcomponents that are taken out of the original matrix
+        scale  layer -> {index: factor}, or a tensor of factors `[C]` or, per datapoint, `[*lead, C]`
+
+        Layers that are not named keep their original matrix. Biases stay.
+        """
+        return AblatedModel(self.model, edits(self.model, keep, drop, scale))
+
+    def edited_model(
+        self, keep: Choice | None = None, *, drop: Choice | None = None, scale: Factors | None = None
+    ) -> nn.Module:
+        """A copy of the network with edited weights (see `ablated`): an ordinary module, with
+        parameters, gradients and every method of its class."""
+        return edited_copy(self.model, edits(self.model, keep, drop, scale), self.config.matrices)
+
+    def examples(
+        self, layer: str, c: int, data: Data | None = None, *, count: int = 10, n_batches: int = LOOK_AT
+    ) -> Table:
+        """The datapoints on which subcomponent `c` of a layer is most important."""
+        return looking.examples(self.model, layer, c, self.data_or(data), count, n_batches)
+
+    def effect(
+        self,
+        keep: Choice | None = None,
+        *,
+        drop: Choice | None = None,
+        scale: Factors | None = None,
+        data: Data | None = None,
+        n_batches: int = LOOK_AT,
+    ) -> Table:
+        """What an edit (see `ablated`) changes in the output, entry by entry."""
+        return looking.effect(self.model, edits(self.model, keep, drop, scale), self.data_or(data), n_batches)
+
+    def importances_by(
+        self, by: Grouping, layer: str, data: Data | None = None, *, n_batches: int = LOOK_AT
+    ) -> Table:
+        """Mean importances of a layer's alive subcomponents by class (`"output"`: the largest entry of
+        the output), by `"position"`, or by a function of the model's inputs that gives whole numbers."""
+        return looking.by_group(self.model, layer, by, self.data_or(data), n_batches)
+
+    def clusters(
+        self,
+        data: Data | None = None,
+        *,
+        alpha: float = clusters.ALPHA,
+        threshold: float = IMPORTANT,
+        n_batches: int = LOOK_AT,
+    ) -> Components:
+        """Components: groups of subcomponents, of one layer or several, that are important together.
+
+        alpha      what a rank costs, in units of what naming a component costs: the higher, the fewer are
+                   joined; at 1, two that are on together more often than apart
+        threshold  the importance above which a subcomponent is on
+        """
+        given = self.data_or(data)
+        return clusters.clusters(self.model, given, n_batches, alpha=alpha, threshold=threshold)
