@@ -35,6 +35,7 @@ ORDER = [
     "replay",
     "layer",
     "found_layers",
+    "heads",
     "model",
     "neurons",
     "editing",

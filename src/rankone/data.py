@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Shaped
@@ -59,9 +59,29 @@ class WeightedBatch:
 
 Batch = Tensor | tuple | list | Mapping | WeightedBatch
 Sampler = Callable[[torch.Generator], Batch]
-Data = Sampler | Iterable[Batch] | Tensor | Mapping[str, Any] | WeightedBatch
-"""A function that draws a batch from a torch.Generator, batches to go through again and again, or all
-datapoints as the rows of a tensor, of a dict of tensors or of a WeightedBatch."""
+
+
+@runtime_checkable
+class Corpus(Protocol):
+    """Data that knows its own order (text): batches as a function of (seed, stream, step)."""
+
+    settings: Mapping[str, Any]
+    """What suits networks for such data, laid over the recipe and under what a user says."""
+
+    def stream(self, seed: int, start: int, stream: str) -> Iterator[Batch]: ...
+
+    def output_of(self, model: Any) -> str | None:
+        """How the tensor to compare is got from what a network for such data returns."""
+        ...
+
+    def refuse_misfit(self, model: Any) -> None:
+        """Raise if it is no data for this network."""
+        ...
+
+
+Data = Sampler | Iterable[Batch] | Tensor | Mapping[str, Any] | WeightedBatch | Corpus
+"""A function that draws a batch from a torch.Generator, batches to go through again and again, all
+datapoints as the rows of a tensor, of a dict of tensors or of a WeightedBatch, or text."""
 
 ATTENTION_MASK = "attention_mask"
 """The entry of a dict that says where there is data, as tokenizers give it: 1, and 0 for padding."""
@@ -291,7 +311,9 @@ def batches(data: Any, seed: int, *, start: int = 0, stream: str = "data") -> It
             f"data is a {type(data).__name__}; expected tensors. Pass torch.as_tensor(array).float(), rows "
             "first (of a table: frame.to_numpy())."
         )
-    if isinstance(data, Tensor | Mapping | WeightedBatch):
+    if isinstance(data, Corpus):
+        yield from data.stream(seed, start, stream)
+    elif isinstance(data, Tensor | Mapping | WeightedBatch):
         yield from _rows(data, seed, start, stream)
     elif isinstance(data, Iterable):
         yield from _cycled(data, seed, start, stream)

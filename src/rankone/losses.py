@@ -24,6 +24,7 @@ from rankone.adversary import Attack, PersistentAttack, Scope
 from rankone.balance import Balance
 from rankone.data import Batch, WeightedBatch
 from rankone.errors import ConfigError, TargetError, TrainingError, near_matches, shown
+from rankone.heads import THROUGH_HEAD, kl_through_head
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, MaskSource
 from rankone.settings import Coefficient, Positive, Registry, Settings
@@ -49,6 +50,9 @@ def kl(output: Float[Tensor, "*lead d"], target: Float[Tensor, "*lead d"]) -> Fl
     log_p = torch.log_softmax(target, -1)
     log_q = torch.log_softmax(output, -1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+THROUGH_HEAD.append((kl, kl_through_head))
 
 
 class Loss(Settings, ABC):

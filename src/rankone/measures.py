@@ -127,7 +127,7 @@ def well_tempered(step: Step, trials: int = TRIALS) -> tuple[float, float] | Non
             values[among] = values[among].scatter(-1, chosen, 0.0)
             delta = torch.ones(g.shape[:-1], dtype=g.dtype, device=g.device)
             mask = Mask(values.reshape(g.shape), delta=delta)
-            damage = step.divergence(step.output({name: mask}), step.clean.output)
+            damage = step.divergences(step.output({name: mask}))
             if damage.shape != g.shape[:-1]:
                 return None
             importances.append(flat[among].gather(-1, chosen).squeeze(-1))

@@ -28,10 +28,18 @@ from rankone.data import (
     to_device,
 )
 from rankone.errors import LayerError, TargetError, near_matches
+from rankone.heads import found_head, left_out, unless_too_wide
 from rankone.importance import LayerActivations, LayerShape, Option, clipped, make_importance
 from rankone.layer import Calls, DecomposedLayer
 from rankone.masks import Mask, Masks
-from rankone.naming import Matrices, adapters_of, candidates, chosen_among, find_ties
+from rankone.naming import (
+    Matrices,
+    adapters_of,
+    candidates,
+    check_tied_names,
+    chosen_among,
+    find_ties,
+)
 from rankone.patching import (
     OutputGetter,
     cannot_run,
@@ -60,6 +68,7 @@ class CleanPass:
     """
 
     output: Tensor
+    """What the target returned; where the head was left out, what would have entered it."""
     inputs: dict[str, Activation]
     """For a layer that is called several times, `Calls`."""
     weights: Tensor | None
@@ -68,6 +77,8 @@ class CleanPass:
     """What masked passes on the same batch need not compute again."""
     overwritten: frozenset[str]
     """The layers whose output the target goes on to overwrite."""
+    head: nn.Linear | None = None
+    """The last layer, where it was left out."""
 
 
 class DecomposedModel(nn.Module):
@@ -107,7 +118,7 @@ class DecomposedModel(nn.Module):
         if tied is None:
             tied = {a: b for a, b in find_ties(adapters).items() if chosen[a] == chosen[b]}
         self.tied = dict(tied)
-        _check_tied_names(self.tied, chosen)
+        check_tied_names(self.tied, chosen)
         own: dict[str, DecomposedLayer] = {}
         for name, adapter in adapters.items():
             W = _decomposable(name, adapter.matrix().detach())
@@ -129,6 +140,7 @@ class DecomposedModel(nn.Module):
         self.init = init
         self._verified_in_mode: bool | None = None
         self._overwritten_inputs: set[str] = set()
+        self._head: nn.Linear | None = None
         self._by_module = {layer.adapter.module: layer for layer in self.layers.values()}
         self._recorder = Recorder(target, self._by_module)
         self._composites = {id(c): c for n, c in known.composites.items() if n in chosen}
@@ -192,19 +204,30 @@ class DecomposedModel(nn.Module):
         }
 
     @torch.no_grad()
-    def clean(self, batch: Batch) -> CleanPass:
-        """Run the untouched target; remember its output and the inputs of the decomposed layers."""
+    def clean(self, batch: Batch, *, before_head: bool = False) -> CleanPass:
+        """Run the untouched target; remember its output and the inputs of the decomposed layers.
+
+        With `before_head`, a head that makes very much of its input (heads.py) is left out, here and in
+        masked passes that are told of this one.
+        """
         check_batch(batch)
         try:
             if self._verified_in_mode != self.target.training:
                 self._verify(batch)
                 self._verified_in_mode = self.target.training
-            return self._observe(batch)
+            return self._observe(batch, before_head=before_head)
         except (RuntimeError, ValueError, IndexError) as error:
             raise cannot_run(self.target, batch, error) from error
 
-    def _observe(self, batch: Batch, outputs: dict[str, list[Activation]] | None = None) -> CleanPass:
+    def _observe(
+        self,
+        batch: Batch,
+        outputs: dict[str, list[Activation]] | None = None,
+        *,
+        before_head: bool = False,
+    ) -> CleanPass:
         """A clean pass; copies of what every call of a layer returned go into `outputs`."""
+        heads: list[nn.Linear] = []
         inputs: dict[str, list[Activation]] = {}
         versions: dict[str, list[int]] = {}
         recording = self._recorder.recording(tensors_of(batch))
@@ -231,23 +254,25 @@ class DecomposedModel(nn.Module):
                 if module in self._by_module:
                     forward = observed(self._by_module[module], forward)
                 forwards[module] = recording.recorded(module, forward)
+            if before_head and self._head is not None:
+                forwards[self._head] = unless_too_wide(self._head, heads.append)
             result = self._run(lambda: call_with(self.target, batch), forwards)
         recording.finish()
         self._refuse_uncalled(self.layers, inputs)
         overwritten = {n for n, xs in inputs.items() if [x._version for x in xs] != versions[n]}
         if overwritten:
-            # The target changed a layer's input in place after the layer had used it: keep copies
-            # from now on.
+            # The target changed a layer's input in place after the layer had used it.
             self._overwritten_inputs |= overwritten
             if outputs is not None:
                 outputs.clear()
-            return self._observe(batch, outputs)
+            return self._observe(batch, outputs, before_head=before_head)
         return CleanPass(
             pick_output(result, self.output).detach(),
             {name: xs[0] if len(xs) == 1 else Calls(xs) for name, xs in inputs.items()},
             given_weights(batch),
             recording,
             frozenset(n for n, y in self.layers.items() if y.adapter.module in self._recorder.overwritten),
+            heads[0] if heads else None,
         )
 
     def _verify(self, batch: Batch) -> None:
@@ -274,6 +299,8 @@ class DecomposedModel(nn.Module):
                     "by matrix. A subclass or a patched forward may do more than torch's own class. Leave their "
                     "matrices out."
                 )
+        run = lambda forwards: self._run(lambda: call_with(self.target, batch), forwards)  # noqa: E731
+        self._head = found_head(self.target, self._by_module, run, self.output)
         for name, layer in self.layers.items():
             of_calls = outputs[name]
             layer.verify(seen.inputs[name], of_calls[0] if len(of_calls) == 1 else Calls(of_calls))
@@ -367,6 +394,8 @@ class DecomposedModel(nn.Module):
                     list(forwards), lambda module: forwards.get(module) or self._original(module)
                 )
                 forwards = forwards | replayed
+                if clean.head is not None:
+                    forwards[clean.head] = left_out
             result = self._run(run, forwards)
         self._refuse_uncalled(masks, called)
         return result
@@ -429,20 +458,6 @@ class DecomposedModel(nn.Module):
                     "input (its weight may be read directly, without calling it). Leave it out of the "
                     "patterns; for a plain parameter, see `matrices.parameters`."
                 )
-
-
-def _check_tied_names(tied: Mapping[str, str], chosen: Mapping[str, int]) -> None:
-    for name, source in tied.items():
-        for given in (name, source):
-            if given not in chosen:
-                raise LayerError(
-                    f"tied names the layer {given!r}, which is not decomposed. {near_matches(given, chosen)}"
-                )
-        if source in tied or source == name:
-            raise LayerError(
-                f"Layer {name!r} is tied to {source!r}, which is itself tied. Tie both to the same "
-                "untied layer."
-            )
 
 
 def _decomposable(name: str, W: Tensor) -> Tensor:

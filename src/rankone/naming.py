@@ -303,3 +303,18 @@ def _owns_matrix(module: nn.Module) -> bool:
         module, "weight", None
     )  # a parametrised, tied or frozen weight is no parameter of its own
     return isinstance(weight, Tensor) and weight.dim() >= 2
+
+
+def check_tied_names(tied: Mapping[str, str], chosen: Mapping[str, int]) -> None:
+    """Raise unless every tied layer, and what it is tied to, is decomposed, and ties make no chain."""
+    for name, source in tied.items():
+        for given in (name, source):
+            if given not in chosen:
+                raise LayerError(
+                    f"tied names the layer {given!r}, which is not decomposed. {near_matches(given, chosen)}"
+                )
+        if source in tied or source == name:
+            raise LayerError(
+                f"Layer {name!r} is tied to {source!r}, which is itself tied. Tie both to the same "
+                "untied layer."
+            )

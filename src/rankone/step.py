@@ -20,6 +20,7 @@ from torch import Tensor
 from rankone.balance import Balance
 from rankone.data import Batch, mean_over_data, row_weights, seed_for
 from rankone.errors import TargetError, TrainingError, shown
+from rankone.heads import through_head
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, SOURCES, Draw, Masks, MaskSettings, MaskSource
 from rankone.model import DecomposedModel
@@ -102,7 +103,7 @@ class Step:
         self.weights = row_weights(batch)
         self._masks: dict[tuple[Any, int, bool], Masks] = {}
         self._weights_of: dict[str, Tensor] = {}
-        self.clean = model.clean(batch)
+        self.clean = model.clean(batch, before_head=through_head(divergence) is not None)
         self.inner = model.inner(self.clean)
         self.raw = self.importances()
 
@@ -167,14 +168,22 @@ class Step:
     def distance(self, output: Tensor) -> Float[Tensor, ""]:
         """How far an output is from the clean one, averaged over the data; in single precision at
         least."""
-        wide = torch.promote_types(output.dtype, torch.float32)
-        values = self.divergence(output.to(wide), self.clean.output.to(wide))
+        values = self.divergences(output)
         if not isinstance(values, Tensor) or not values.is_floating_point():
             raise TargetError(
                 f"The divergence returned a {type(values).__name__}; expected a floating-point tensor "
                 "with one number per datapoint, or their mean."
             )
         return self.mean(values)
+
+    def divergences(self, output: Tensor) -> Tensor:
+        """How far an output is from the clean one, as the divergence says it: a number per datapoint."""
+        wide = torch.promote_types(output.dtype, torch.float32)
+        masked, clean = output.to(wide), self.clean.output.to(wide)
+        through = through_head(self.divergence)
+        if through is not None and self.clean.head is not None:
+            return through(self.clean.head, masked, clean)
+        return self.divergence(masked, clean)
 
     def weights_of(self, layer: str) -> Float[Tensor, "*lead"] | None:
         """How much of a mean each datapoint of a layer is, or each row; None where all count alike."""
