@@ -15,7 +15,11 @@ ORDER = [
     "terminal",
     "files",
     "settings",
+    "tokens",
     "data",
+    "llama2c",
+    "hub",
+    "corpus",
     "tables",
     "views",
     "describe",
@@ -49,6 +53,7 @@ ORDER = [
     "progress",
     "metrics",
     "looking",
+    "passages",
     "cooccurrence",
     "clusters",
     "using",
@@ -115,6 +120,7 @@ ORDER = [
 
 
 DOORS = {
+    "corpus": {"passages"},
     "sharing": {"decomposition"},
     "decomposition": {"evaluate", "diagnose", "verdict", "runs.own", "report.page"},
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rankone.adapters import Adapter, register_adapter
     from rankone.config import DecompositionConfig
+    from rankone.corpus import sampled, text
     from rankone.data import WeightedBatch
     from rankone.decomposition import Decomposition, decompose, load
     from rankone.errors import RankoneError
@@ -40,6 +41,8 @@ __all__ = [
     "register_adapter",
     "register_importance",
     "register_loss",
+    "sampled",
+    "text",
 ]
 
 _HOME = {
@@ -59,6 +62,8 @@ _HOME = {
     "register_adapter": "adapters",
     "register_importance": "importance",
     "register_loss": "losses",
+    "sampled": "corpus",
+    "text": "corpus",
 }
 _MODULES = (
     "collection", "compare", "components", "diagnose", "evaluate", "importance", "losses", "masks",

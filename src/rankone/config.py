@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rankone.components import DATA_INITS, INITS
+from rankone.data import Corpus
 from rankone.errors import ConfigError, near_matches, shown
 from rankone.importance import Option, check_importance
 from rankone.losses import DIVERGENCES, LOSSES, Loss
@@ -178,8 +179,11 @@ docs/recipe.md has what it recovers and where it fails.
 """
 
 
-def over_recipe(settings: Mapping[str, Any]) -> DecompositionConfig:
-    """The recipe with these settings laid over it: mappings are merged, everything else replaces."""
+def over_recipe(settings: Mapping[str, Any], data: Any = None) -> DecompositionConfig:
+    """The recipe with these settings laid over it: mappings are merged, everything else replaces. What
+    suits the data, where that knows it, lies between the two."""
+    if isinstance(data, Corpus) and isinstance(settings, Mapping):
+        settings = _merged(data.settings, settings)
     laid = laid_over_recipe(settings) if isinstance(settings, Mapping) else settings
     return validated(DecompositionConfig, laid, source="config")
 

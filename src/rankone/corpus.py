@@ -10,7 +10,7 @@ are held out: training never sees them, and everything that is measured is measu
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from rankone.data import ATTENTION_MASK, Batch, WeightedBatch, generator_for
 from rankone.errors import BatchError, ConfigError, shown
 from rankone.files import fingerprint, sha256
 from rankone.tokens import kept, spooled
+
+if TYPE_CHECKING:
+    from rankone.passages import Passages
 
 PIECE = 2**18
 """Characters of a file that are tokenised at a time, up to the end of a line."""
@@ -138,6 +141,12 @@ class Text:
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of every token in its place; without a tokenizer, its number."""
         return text_of_tokens(self.tokenizer, ids)
+
+    def examples(self, model: Any, layer: str, c: int, count: int, n_batches: int) -> "Passages":
+        """The passages in which one subcomponent is most important."""
+        from rankone.passages import passages
+
+        return passages(model, layer, c, self, count, n_batches)
 
     def output_of(self, model: nn.Module) -> str | None:
         """How logits are got from what a model returns."""
@@ -282,7 +291,8 @@ def encoded(tokenizer: Any, document: str) -> list[int]:
     if tokenizer is None:
         raise ConfigError("Text needs a tokenizer: pass the one that the model was trained with.")
     if callable(tokenizer):  # transformers
-        return list(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
+        found: Any = tokenizer(document, add_special_tokens=False, verbose=False)
+        return list(found["input_ids"])
     return list(tokenizer.encode(document))
 
 
@@ -298,7 +308,8 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     if not callable(tokenizer):
         begin = getattr(tokenizer, "bos_token_id", None)
         return ([begin], []) if isinstance(begin, int) else otherwise
-    plain, whole = encoded(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    framed: Any = tokenizer("a")
+    plain, whole = encoded(tokenizer, "a"), list(framed["input_ids"])
     extra = len(whole) - len(plain)
     if extra <= 0:
         return otherwise
@@ -348,7 +359,9 @@ def sampled(
     tokenizer = _loaded(tokenizer)
     begin = list(prompt) if prompt is not None else _frame(tokenizer)[0] or _frame(tokenizer)[1]
     if not begin:
-        raise ConfigError("The tokenizer knows no first token. Pass prompt=, the ids that passages begin with.")
+        raise ConfigError(
+            "The tokenizer knows no first token. Pass prompt=, the ids that passages begin with."
+        )
 
     def written() -> Iterator[list[int]]:
         for first in range(0, passages, at_once):

@@ -78,6 +78,10 @@ class Corpus(Protocol):
         """Raise if it is no data for this network."""
         ...
 
+    def examples(self, model: Any, layer: str, c: int, count: int, n_batches: int) -> Any:
+        """Where one subcomponent matters most, as a table."""
+        ...
+
 
 Data = Sampler | Iterable[Batch] | Tensor | Mapping[str, Any] | WeightedBatch | Corpus
 """A function that draws a batch from a torch.Generator, batches to go through again and again, all
@@ -85,6 +89,15 @@ datapoints as the rows of a tensor, of a dict of tensors or of a WeightedBatch, 
 
 ATTENTION_MASK = "attention_mask"
 """The entry of a dict that says where there is data, as tokenizers give it: 1, and 0 for padding."""
+
+
+def output_for(data: Any, model: Any, output: Any) -> Any:
+    """How the tensor to compare is got: as a user says, else as the data knows; raises if data and
+    network do not fit."""
+    if not isinstance(data, Corpus):
+        return output
+    data.refuse_misfit(model)
+    return data.output_of(model) if output is None else output
 
 
 def seed_for(seed: int, stream: str, step: int = 0) -> int:

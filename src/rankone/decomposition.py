@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from rankone import looking
 from rankone.checkpoint import checkpoint_names, described, earlier_parameters
 from rankone.config import DecompositionConfig, over_recipe
-from rankone.data import Batch, Data, to_device
+from rankone.data import Batch, Data, output_for, to_device
 from rankone.describe import Facts, as_html, as_text, brief
 from rankone.errors import BatchError, CheckpointError, ConfigError
 from rankone.files import RunDirectory, fingerprint, load_sealed, sealed_bytes
+from rankone.hub import load_model
 from rankone.looking import LOOK_AT
 from rankone.metrics_log import Observer, Progress, Record, parse_metrics
 from rankone.model import DecomposedModel
@@ -209,7 +210,7 @@ class Decomposition(Usable, Shareable):
 
 
 def decompose(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     data: Data,
     layers: LayerChoice = None,
     config: DecompositionConfig | Mapping[str, Any] | None = None,
@@ -224,9 +225,9 @@ def decompose(
 ) -> Decomposition:
     """Decompose the weight matrices of a trained model into rank-one subcomponents.
 
-    model       any nn.Module, in eval mode; it is not altered
-    data        a tensor of datapoints, an iterable of batches (a DataLoader), or a function that draws a
-                batch from a torch.Generator
+    model       any nn.Module, in eval mode; it is not altered. Or a language model by its name (hub.py)
+    data        a tensor of datapoints, an iterable of batches (a DataLoader), a function that draws a
+                batch from a torch.Generator, or text (rankone.text)
     layers      name patterns of the layers to decompose -> number of subcomponents C; patterns alone, or
                 None in place of a C, to have it found; without any, every layer that can be
     config      what should differ from the recipe (config.RECIPE), as a mapping; or a whole
@@ -246,8 +247,10 @@ def decompose(
     Ctrl-C never loses what was trained: with `out` it is saved there; without, the exception
     (`rankone.train.Interrupted`) has it as its `decomposition`.
     """
+    model = load_model(model) if isinstance(model, str | Path) else model
+    output = output_for(data, model, output)
     if not isinstance(config, DecompositionConfig):
-        config = over_recipe(config or {})
+        config = over_recipe(config or {}, data)
     if divergence is not None and not callable(divergence):
         raise ConfigError(f"divergence is {divergence!r}; pass a function, or name one in the config.")
     if resume and out is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rankone.data import (
     Batch,
+    Corpus,
     Data,
     batch_digest,
     batches,
@@ -99,7 +100,10 @@ def usage(model: DecomposedModel, data: Data, n_batches: int, rows: int = 48) ->
 
 @torch.no_grad()
 def examples(model: DecomposedModel, layer: str, c: int, data: Data, count: int, n_batches: int) -> Table:
-    """The datapoints on which one subcomponent is most important, most important first."""
+    """The datapoints on which one subcomponent is most important, most important first; of text,
+    passages with the tokens marked."""
+    if isinstance(data, Corpus):
+        return data.examples(model, layer, c, count, n_batches)
     index = index_of(c, model.layer(layer).C, layer)
     found: list[tuple[float, int, tuple[int, ...], Any]] = []
     seen: set[str] = set()

@@ -31,11 +31,13 @@ class Passage:
     """The token on which the subcomponent matters most."""
 
     def __str__(self) -> str:
-        """One line, with every token marked on which it is important."""
-        return "".join(
-            f"{OPEN}{_line(piece)}{CLOSE}" if g > IMPORTANT else _line(piece)
-            for piece, g in zip(self.pieces, self.importances, strict=True)
-        ).strip()
+        """One line, with the tokens between marks on which it is important."""
+        line, inside = "", False
+        for piece, g in zip(self.pieces, self.importances, strict=True):
+            if inside != (g > IMPORTANT):
+                line, inside = line + (CLOSE if inside else OPEN), not inside
+            line += _line(piece)
+        return (line + (CLOSE if inside else "")).strip()
 
     def html(self) -> str:
         return "".join(
@@ -65,15 +67,14 @@ class Passages(Table):
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{short_number(row['importance'])}</td><td>{row['passage'].html()}</td></tr>" for row in self
+            f"<tr><td>{short_number(row['importance'])}</td><td>{row['passage'].html()}</td></tr>"
+            for row in self
         )
         return f"<p>{escape(self.note)}</p><table>{rows}</table>"
 
 
 @torch.no_grad()
-def passages(
-    model: DecomposedModel, layer: str, c: int, data: Text, count: int, n_batches: int
-) -> Passages:
+def passages(model: DecomposedModel, layer: str, c: int, data: Text, count: int, n_batches: int) -> Passages:
     """The passages in which one subcomponent is most important, each passage once."""
     index = index_of(c, model.layer(layer).C, layer)
     best: list[tuple[float, int, bytes, Tensor, Tensor]] = []
@@ -113,7 +114,9 @@ def _table(
     tokens = [(data.pieces([token])[0], n) for token, n in common]
     note = f"subcomponent {index} of {layer}: on at {rate:.2%} of positions"
     if tokens:
-        note += ", most often on " + ", ".join(f"{_line(piece).strip() or piece!r} {n}x" for piece, n in tokens[:6])
+        note += ", most often on " + ", ".join(
+            f"{_line(piece).strip() or piece!r} {n}x" for piece, n in tokens[:6]
+        )
     elif not rows:
         note += ": never important in these passages"
     return Passages(("importance", "token", "passage"), rows, note, tokens)

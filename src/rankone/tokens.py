@@ -59,9 +59,10 @@ def spooled(documents: Iterable[Document]) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory(prefix="rankone-tokens-") as folder:
         path, ends = Path(folder) / "tokens", Path(folder) / "ends"
         _write(path, ends, documents)
-        numbers = _read(path, WIDE), _read(ends, np.dtype("<u8"))
-        # Where an open file cannot be deleted, the numbers are taken into memory.
-        return tuple(np.array(n) for n in numbers) if sys.platform == "win32" else numbers  # pyright: ignore[reportReturnType]
+        tokens, stops = _read(path, WIDE), _read(ends, np.dtype("<u8"))
+        if sys.platform == "win32":  # where an open file cannot be deleted
+            return np.array(tokens), np.array(stops)
+        return tokens, stops
 
 
 def _write(path: Path, ends: Path, documents: Iterable[Document]) -> None:

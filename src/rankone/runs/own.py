@@ -53,7 +53,7 @@ def own_config(
                 "batches."
             )
     assert own.data is not None  # a `make` returns both
-    config = over_recipe(own.config)
+    config = over_recipe(own.config, own.data)
     if any(assignment.startswith("layers=") for assignment in assignments):
         layers = {"*": 1}  # is replaced
     else:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from rankone.data import Data
+from rankone.data import Data, output_for
 from rankone.errors import ConfigError, TargetError, near_matches, shown
 from rankone.files import fingerprint
 from rankone.patching import OutputGetter, refuse_unusable
@@ -91,6 +91,7 @@ def made_by(file_and_function: str) -> Own:
         raise ConfigError(f"There is no file {name!r}; name a network as FILE.py:FUNCTION.")
     made = _function(path, function)()
     values = _as_mapping(file_and_function, made)
+    values["output"] = output_for(values["data"], values["model"], values.get("output"))
     own = Own(
         **values, made_by=f"{path.name}:{function}", typed=file_and_function, title=_title(path, function)
     )
