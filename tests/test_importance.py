@@ -56,6 +56,19 @@ def test_stretching_moves_every_importance_away_from_a_half(kind):
     torch.testing.assert_close(made(h) - 0.5, 3 * (before - 0.5), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("d_gate", [4, 16, 128])
+def test_open_above_zero_is_one_there_and_about_a_half_below(d_gate):
+    made = function("mlp", C=50, d_gate=d_gate)
+    made.open_above_zero()
+    h = torch.tensor([-3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 3.0]).unsqueeze(1).expand(-1, 50)
+    raw = made(h).detach().mean(1)
+    assert (raw[:3] > 0.3).all()
+    assert (raw[:3] < 0.61).all()
+    assert raw[3] == pytest.approx(0.6)
+    assert (raw[4:] > 0.8).all()
+    assert (raw[3:].diff() > 0).all()
+
+
 def test_only_the_layer_function_sees_its_neighbours():
     for kind, sees in (("mlp", False), ("linear", False), ("layer_mlp", True)):
         gate = function(kind, 3)

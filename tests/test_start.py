@@ -141,7 +141,8 @@ def added(target, data, C, **options):
 
 
 def test_neurons_are_parts_where_few_of_them_answer():
-    """Six ANDs of twelve bits: many bits are on at a time, few gates are."""
+    """Six ANDs of twelve bits: many bits are on at a time, few gates are. Parts are then what a gate
+    reads, and in the next layer what it writes."""
     read, write = nn.Linear(12, 6), nn.Linear(6, 5, bias=False)
     with torch.no_grad():
         read.weight.copy_(torch.eye(6).repeat_interleave(2, 1))
@@ -151,11 +152,14 @@ def test_neurons_are_parts_where_few_of_them_answer():
         return (torch.rand(512, 12, generator=generator) < 0.3).float()
 
     model, counts, _ = added(nn.Sequential(read, nn.ReLU(), write), bits, {"0": 20, "2": 20})
-    assert counts == {"0": 6}  # nothing acts on the outputs of the last layer one by one
+    assert counts == {"0": 6, "2": 6}
     parts = model.layer("0").subcomponents
     rows = nn.functional.normalize(parts.V[-6:], dim=1)
     torch.testing.assert_close(rows, nn.functional.normalize(read.weight, dim=1))
     torch.testing.assert_close(parts.U[:, -6:] @ parts.V[-6:], read.weight / 2)
+    parts = model.layer("2").subcomponents
+    torch.testing.assert_close(parts.V[-6:], torch.eye(6))
+    torch.testing.assert_close(parts.U[:, -6:], write.weight / 2)
 
 
 def test_where_inputs_are_sparser_or_nothing_acts_on_neurons_all_stays_as_it_was():

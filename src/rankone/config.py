@@ -157,8 +157,8 @@ RECIPE: dict[str, Any] = {
         "stochastic_recon_layerwise": {"coefficient": 1.0},
         "importance_recon": {"coefficient": 1.0},
         "importance_minimality": {
-            "coefficient_start": 0.2,
-            "coefficient": 0.015,
+            "coefficient_start": 0.1,
+            "coefficient": 0.045,
             "p_start": 2.0,
             "p": 1.0,
             "saturation": 50.0,

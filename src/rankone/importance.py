@@ -26,6 +26,11 @@ from rankone.errors import ConfigError, near_matches
 from rankone.settings import Registry
 
 LEAK = 0.01
+AT_ZERO = 0.6
+"""The importance at an inner activation of 0, where a function starts open above 0. Below 0 it falls to
+about 0.4: not so far that a feature with either sign could not open it again."""
+OPENING = 1.6
+"""How steeply it then rises: it reaches 1 at about a third of a typical inner activation."""
 Option = int | float | str | bool
 
 
@@ -84,6 +89,10 @@ class ImportanceFunction(nn.Module):
     @abstractmethod
     def forward(self, h: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"]: ...
 
+    def open_above_zero(self) -> None:
+        """Start as 1 where the inner activation is large, and near a half where it is negative. A
+        function that cannot do so leaves itself as it is."""
+
     def stretch(self, factor: float) -> None:
         """Move every raw importance `factor` times as far from a half. A function that cannot do so
         leaves itself as it is."""
@@ -97,6 +106,9 @@ class JointImportance(nn.Module):
 
     @abstractmethod
     def forward(self, layers: Mapping[str, LayerActivations]) -> dict[str, Tensor]: ...
+
+    def open_above_zero(self) -> None:
+        """As `ImportanceFunction.open_above_zero`, for all layers."""
 
     def stretch(self, factor: float) -> None:
         """As `ImportanceFunction.stretch`, for all layers."""
@@ -116,6 +128,10 @@ class PerLayer(JointImportance):
 
     def forward(self, layers: Mapping[str, LayerActivations]) -> dict[str, Tensor]:
         return {name: function(layers[name].inner) for name, function in self.functions.items()}
+
+    def open_above_zero(self) -> None:
+        for function in self.functions.values():
+            function.open_above_zero()
 
     def stretch(self, factor: float) -> None:
         for function in self.functions.values():
@@ -191,6 +207,12 @@ class MLPImportance(ImportanceFunction):
         hidden = F.gelu(torch.baddbmm(self.b_in.unsqueeze(1), columns, self.w_in.unsqueeze(1)))
         raw = torch.bmm(hidden, self.w_out.unsqueeze(-1)).squeeze(-1).T + self.b_out
         return raw.reshape(h.shape)
+
+    @torch.no_grad()
+    def open_above_zero(self) -> None:
+        self.w_in.abs_()
+        self.w_out.abs_().mul_(OPENING / math.sqrt(self.w_out.shape[1]))
+        self.b_out.fill_(AT_ZERO)
 
     def stretch(self, factor: float) -> None:
         _stretch(self.w_out, self.b_out, factor)

@@ -2,12 +2,14 @@
 
 `init: mixed` starts from what a matrix does to single datapoints (components.py). That is the right
 kind of part where few features are on at a time. Where many are on but few neurons answer, as in a
-circuit of ANDs, the right kind is a row of the matrix: what one neuron reads. No gradient leads from
-the one kind to the other, so such layers start with both, each with half of the matrix, and training
-keeps the cheaper.
+circuit of ANDs, the right kind is a row of the matrix: what one neuron reads. Where the inputs of a
+matrix are neurons, few of them on at a time, it is a column: what one neuron writes. No gradient leads
+from the one kind to the other, so such layers start with both, each with half of the matrix, and
+training keeps the cheaper.
 
 Whether outputs of a layer are neurons at all is seen from the outside: something acts on each of them
-alone (a ReLU), so on some datapoints single ones have no effect while others do.
+alone (a ReLU), so on some datapoints single ones have no effect while others do. Inputs are neurons
+if single ones are often 0.
 """
 
 from collections.abc import Iterator
@@ -16,10 +18,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rankone.components import bounded_solution
+from rankone.components import Factors, bounded_solution
 from rankone.data import Batch, generator_for, to_device
 from rankone.masks import Mask
-from rankone.model import CleanPass, DecomposedModel
+from rankone.model import CleanPass, DecomposedLayer, DecomposedModel
 
 SILENT = 1e-3
 """A slope this small beside the others of its datapoint is none."""
@@ -40,28 +42,61 @@ def add_neurons(model: DecomposedModel, stream: Iterator[Batch], seed: int) -> d
     clean = model.clean(batch)
     added = {}
     for name, layer in model.layers.items():
-        W = layer.matrix()
-        live = W.norm(dim=1) > 0
-        n = int(live.sum())
-        if name in shared or not 2 <= n <= layer.C // 2:
+        if name in shared:
             continue
-        parts = layer.subcomponents
-        before = parts.U.detach().clone(), parts.V.detach().clone()
-        sizes = model.inner(clean)[name].abs() * parts.U.norm(dim=0)
+        sizes = model.inner(clean)[name].abs() * layer.subcomponents.U.norm(dim=0)
         data = model.weights(name, clean, sizes.shape[:-1]) > 0
+        at_most = FEWER * _on(sizes[data])
         generator = generator_for(seed, f"init/neurons/{name}")
-        on = _neurons_on(model, name, batch, clean, live, data, generator)
-        if on is not None and on < FEWER * _on(sizes[data]):
-            others = before[1][: layer.C - n]
-            norms = W[live].norm(dim=1)
-            own = torch.diag(W.norm(dim=1))[:, live]
-            parts.U.copy_(torch.cat([bounded_solution(W, others) / 2, own / 2], 1))
-            parts.V.copy_(torch.cat([others, W[live] / norms.unsqueeze(1)]))
-            added[name] = n
-        else:
-            parts.U.copy_(before[0])
-            parts.V.copy_(before[1])
+        kept = layer.subcomponents.V.detach().clone()
+        neurons = _rows(model, name, batch, clean, data, generator, at_most)
+        if neurons is None:
+            neurons = _columns(layer, layer.vectors(clean.inputs[name])[data], at_most)
+        if neurons is not None:
+            U, V = neurons
+            others = kept[: layer.C - len(V)]
+            layer.subcomponents.U.copy_(torch.cat([bounded_solution(layer.matrix(), others) / 2, U / 2], 1))
+            layer.subcomponents.V.copy_(torch.cat([others, V]))
+            added[name] = len(V)
     return added
+
+
+def _rows(
+    model: DecomposedModel,
+    name: str,
+    batch: Batch,
+    clean: CleanPass,
+    data: Bool[Tensor, "*lead"],
+    generator: torch.Generator,
+    at_most: float,
+) -> Factors | None:
+    """What single outputs read, if they are neurons and fewer are on at a time than `at_most`."""
+    layer = model.layer(name)
+    parts, W = layer.subcomponents, layer.matrix()
+    live = W.norm(dim=1) > 0
+    if not 2 <= int(live.sum()) <= layer.C // 2:
+        return None
+    before = parts.U.detach().clone(), parts.V.detach().clone()
+    on = _neurons_on(model, name, batch, clean, live, data, generator)
+    parts.U.copy_(before[0])
+    parts.V.copy_(before[1])
+    if on is None or on >= at_most:
+        return None
+    return torch.diag(W.norm(dim=1))[:, live], W[live] / W[live].norm(dim=1, keepdim=True)
+
+
+def _columns(layer: DecomposedLayer, inputs: Float[Tensor, "rows d_in"], at_most: float) -> Factors | None:
+    """What single inputs write, if they are neurons and fewer are on at a time than `at_most`."""
+    W = layer.matrix()
+    if not len(inputs):
+        return None
+    there = inputs.abs() > SILENT * inputs.abs().max()
+    live = (W.norm(dim=0) > 0) & there.any(0)
+    if not 2 <= int(live.sum()) <= layer.C // 2 or float((~there).double().mean()) < OFTEN_SILENT:
+        return None
+    if _on(inputs.abs() * W.norm(dim=0)) >= at_most:
+        return None
+    return W[:, live], torch.eye(W.shape[1], dtype=W.dtype, device=W.device)[live]
 
 
 def _neurons_on(

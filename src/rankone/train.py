@@ -118,6 +118,7 @@ class Training:
                     if self.config.init == "mixed":
                         again = batches(self.data, self.config.seed, stream="init")
                         add_neurons(self.model, again, self.config.seed)
+                        self.model.importance.open_above_zero()
                     if self.start is None:
                         self._warm_up()
                     if self.config.relative:
