@@ -104,6 +104,7 @@ SLOW = (
     "test_tune.py::test_other_settings_in_the_same_place",
     "test_tune.py::test_trials_are_those_of_the_study_and_more_go_on",
     "test_tune.py::test_two_workers_share_the_work",
+    "test_view.py",
     "test_trackers.py::test_from_the_command_line",
     "test_trackers.py::test_wandb_offline_and_trackio",
 )

@@ -76,6 +76,10 @@ ORDER = [
     "diagnose",
     "verdict",
     "compare",
+    "view.encode",
+    "view.harvest",
+    "view.gather",
+    "view.write",
     "report.canvas",
     "report.plots",
     "targets.base",
@@ -92,6 +96,7 @@ ORDER = [
     "runs",
     "report.alive",
     "report.page",
+    "view.write",
     "report",
     "paper.plan",
     "paper.tables",
@@ -122,7 +127,7 @@ ORDER = [
 DOORS = {
     "corpus": {"passages"},
     "sharing": {"decomposition"},
-    "decomposition": {"evaluate", "diagnose", "verdict", "runs.own", "report.page"},
+    "decomposition": {"evaluate", "diagnose", "verdict", "runs.own", "report.page", "view.write"},
 }
 """Methods of a result that lead to rooms above it: imported when they are called, never before."""
 

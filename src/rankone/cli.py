@@ -46,6 +46,7 @@ app = App(
 app.register_install_completion_command()
 app.command(config_app)
 app.command(using_commands.cluster)
+app.command(using_commands.view)
 
 
 @app.command(name="list")

@@ -135,6 +135,21 @@ class Decomposition(Usable, Shareable):
 
         return report_on(self, path, data)
 
+    def view(
+        self,
+        path: str | Path = "view.html",
+        data: Data | None = None,
+        *,
+        other: "Decomposition | None" = None,
+    ) -> Path:
+        """Write one page to click through: every component and subcomponent, when it matters, what it does.
+
+        It opens offline. With `other`, a decomposition of the same network, it shows both side by side.
+        """
+        from rankone.view.write import view_of
+
+        return view_of(self, path, data, other)
+
     def data_or(self, data: Data | None) -> Data:
         """What was given, else the data of training; an error in words if there is neither."""
         given = self.data if data is None else data

@@ -1,9 +1,12 @@
-"""The commands that use a decomposition: `rankone cluster`."""
+"""The commands that use a decomposition: `rankone cluster`, `rankone view`."""
 
 from json import dumps as to_json
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from rankone import terminal
-from rankone.options import AsJson, Directory, Model, given
+from rankone.options import AnyPath, AsJson, Directory, Model, given
 
 
 def cluster(
@@ -36,3 +39,40 @@ def cluster(
         terminal.write_text(to_json(components.to_dict(), indent=2) + "\n")
     else:
         console.print_components(components)
+
+
+def view(
+    directory: Directory,
+    other: Directory | None = None,
+    /,
+    *,
+    attack: int = 80,
+    model: Model = None,
+    out: AnyPath | None = None,
+    show: Annotated[bool, Parameter(name="--open")] = True,
+) -> None:
+    """Write view.html, one page to click through a run, and open it.
+
+    Every component and subcomponent, when it matters, what it reads and writes, what taking it out changes.
+    The page holds all of its data and needs no network.
+
+    Parameters
+    ----------
+    other
+        A second run on the same network, shown side by side.
+    attack
+        Attack it with up to this many steps, and show how it degrades on the way.
+    out
+        Where to write the page; view.html in the run directory if not given.
+    show
+        Open it in a browser.
+    """
+    from rankone.view.runs import view_runs
+
+    with given(model):
+        path = view_runs([directory] if other is None else [directory, other], out, attack=attack)
+    terminal.say(f"Page: {path}")
+    if show:
+        import webbrowser
+
+        webbrowser.open(path.resolve().as_uri())
