@@ -241,11 +241,9 @@ def _at_work(
         components = result.clusters(data, n_batches=n_batches)
         found |= _components(components, chosen) | _ablations(result, data, chosen, components)
         found["verdict"] = _verdict(result)
-        if result.evaluation is None:
-            result.evaluate(data)
+        measured = result.evaluation or result.evaluate(data)
         found["shares"] = [
-            [name, meaning, encode.number(result.evaluation.relative.get(name))]
-            for name, meaning in SHARES.items()
+            [name, meaning, encode.number(measured.relative.get(name))] for name, meaning in SHARES.items()
         ]
         ladders = attack_ladder(result, data, attack)
         found["ladder"] = {kind: {str(n): encode.number(v) for n, v in of.items()} for kind, of in

@@ -24,7 +24,8 @@ def view_runs(paths: list[Path], out: Path | None = None, *, attack: int = 80) -
     if len(paths) > 1:
         results = [run.result for run in opened if isinstance(run, LoadedRun)]
         whole = len(results) == len(paths)
-        comparison = compared(*results, None) if whole else {"why": "One of the two could not be opened."}
+        why = {"why": "One of the two could not be opened."}
+        comparison = compared(results[0], results[1], None) if whole else why
     html = page(pages, comparison)
     if out is not None:
         if out.suffix.lower() not in (".html", ".htm"):
