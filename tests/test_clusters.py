@@ -63,9 +63,9 @@ def test_the_search_is_the_literal_greedy_search(data):
 
 def test_together_more_often_than_apart():
     together = sets_of([range(0, 10), range(3, 13), range(20, 30), range(22, 32)], [1] * 40)
-    assert groups_of(cluster(together)) == {frozenset([0, 1]), frozenset([2, 3])}
+    assert groups_of(cluster(together, alpha=1.0)) == {frozenset([0, 1]), frozenset([2, 3])}
     apart = sets_of([range(0, 10), range(4, 14)], [1] * 40)  # on 6 together, on 8 apart
-    assert len(cluster(apart)) == 2
+    assert len(cluster(apart, alpha=1.0)) == 2
     assert len(cluster(apart, alpha=0.4)) == 1
 
 
@@ -77,8 +77,8 @@ def test_a_rare_part_does_not_join_one_that_is_always_on():
 
 def test_weights_count():
     """A datapoint of weight 9 is nine datapoints."""
-    many = cluster(sets_of([range(0, 10), {0, *range(10, 12)}], [1] * 12))
-    weighted = cluster(sets_of([range(0, 10), {0, *range(10, 12)}], [99] + [1] * 11))
+    many = cluster(sets_of([range(0, 10), {0, *range(10, 12)}], [1] * 12), alpha=1.0)
+    weighted = cluster(sets_of([range(0, 10), {0, *range(10, 12)}], [99] + [1] * 11), alpha=1.0)
     assert (len(many), len(weighted)) == (2, 1)
 
 

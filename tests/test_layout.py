@@ -56,6 +56,7 @@ ORDER = [
     "passages",
     "cooccurrence",
     "clusters",
+    "edited",
     "using",
     "fast.kernels",
     "fast.compiled",
@@ -128,6 +129,7 @@ ORDER = [
 DOORS = {
     "corpus": {"passages"},
     "sharing": {"decomposition"},
+    "using": {"compare"},
     "decomposition": {"evaluate", "diagnose", "verdict", "runs.own", "report.page", "view.write"},
 }
 """Methods of a result that lead to rooms above it: imported when they are called, never before."""

@@ -18,6 +18,7 @@ from rankone.decomposition import Decomposition
 from rankone.errors import LayerError
 from rankone.files import fingerprint
 from rankone.metrics import IMPORTANT
+from rankone.tables import Table
 from rankone.views import LayerView
 
 SAME = 0.9
@@ -49,7 +50,7 @@ class LayerComparison:
     matches: list[Match]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """How two decompositions of one network compare."""
 
@@ -59,6 +60,19 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def table(self) -> Table:
+        """A row for each layer."""
+        head = ("layer", "alive", "alive in the other", "same", "mean cosine", "importances agree")
+        rows = [(n, *of.alive, of.same, of.cosine, of.agreement) for n, of in self.layers.items()]
+        alone = [f"Only in one of them: {', '.join(names)}." for names in self.only_in if names]
+        return Table(head, rows, " ".join([f"Same: a cosine of {SAME} or more.", *alone]))
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
 
 @torch.no_grad()

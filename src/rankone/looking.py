@@ -128,6 +128,17 @@ def examples(model: DecomposedModel, layer: str, c: int, data: Data, count: int,
     return Table(head, rows, note)
 
 
+def joined(tables: list[Table], count: int) -> Table:
+    """Examples of several subcomponents as those of one: of each datapoint the largest importance."""
+    best: dict[tuple[Any, ...], Any] = {}
+    for row in sorted((row for table in tables for row in table.rows), key=lambda row: -row[0]):
+        best.setdefault(tuple(map(str, row[1:])), row)
+    rows = list(best.values())[:count]
+    return Table(
+        tables[0].head, rows, f"The {len(rows)} datapoints on which any of {len(tables)} matters most"
+    )
+
+
 def datapoint(batch: Batch, where: tuple[int, ...]) -> Any:
     """The row of a batch that a datapoint is in: its tensor, or one for each input of the model."""
     inputs = inputs_of(batch)

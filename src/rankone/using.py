@@ -4,17 +4,24 @@ These are methods of a `Decomposition`, gathered here because they are about usi
 or keeping it. Each returns something that prints well and can be used further.
 """
 
-from torch import nn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
 
 from rankone import clusters, looking
 from rankone.clusters import Components
 from rankone.config import DecompositionConfig
 from rankone.data import Data
+from rankone.edited import Edited, Part, by_layer, members_of
 from rankone.editing import AblatedModel, Choice, Factors, edited_copy, edits
 from rankone.looking import LOOK_AT, Grouping
 from rankone.metrics import IMPORTANT
 from rankone.model import DecomposedModel
 from rankone.tables import Table
+
+if TYPE_CHECKING:
+    from rankone.compare import Comparison
 
 
 class Usable:
@@ -47,11 +54,39 @@ class Usable:
         parameters, gradients and every method of its class."""
         return edited_copy(self.model, edits(self.model, keep, drop, scale), self.config.matrices)
 
+    def edited(self, factors: Mapping[Part, float], *, where: Callable[..., Tensor] | None = None) -> Edited:
+        """The network with some subcomponents or components multiplied: `edited({("0", 3): 0.0})(x)`.
+
+        factors  (layer, index), or a component of `clusters()`, -> factor: 0 takes it out, 1 leaves it
+        where    a condition: a function of the network's inputs that says of each row whether the edit
+                 applies to it; the others go through the original
+        """
+        return Edited(self.model, edits(self.model, None, None, by_layer(self.model, factors)), where)
+
+    def compare(self, other: "Usable", data: Data | None = None, *, n_batches: int = 4) -> "Comparison":
+        """Match its subcomponents with those of another decomposition of the same network."""
+        from rankone.compare import compare
+
+        return compare(self, other, self.data_or(data), n_batches=n_batches)  # pyright: ignore[reportArgumentType]
+
     def examples(
-        self, layer: str, c: int, data: Data | None = None, *, count: int = 10, n_batches: int = LOOK_AT
+        self,
+        layer: str | Part,
+        c: int | Data | None = None,
+        data: Data | None = None,
+        *,
+        count: int = 10,
+        n_batches: int = LOOK_AT,
     ) -> Table:
-        """The datapoints on which subcomponent `c` of a layer is most important."""
-        return looking.examples(self.model, layer, c, self.data_or(data), count, n_batches)
+        """The datapoints on which a subcomponent is most important: `examples("0", 3)`,
+        `examples(("0", 3))`, or on which a component of `clusters()` is."""
+        known: Any = (layer, c) if isinstance(layer, str) else layer
+        given: Any = data if isinstance(layer, str) or c is None else c
+        tables = [
+            looking.examples(self.model, name, index, self.data_or(given), count, n_batches)
+            for name, index in members_of(self.model, known)
+        ]
+        return tables[0] if len(tables) == 1 else looking.joined(tables, count)
 
     def effect(
         self,
@@ -83,7 +118,7 @@ class Usable:
         """Components: groups of subcomponents, of one layer or several, that are important together.
 
         alpha      what a rank costs, in units of what naming a component costs: the higher, the fewer are
-                   joined; at 1, two that are on together more often than apart
+                   joined; at 1, two that are on together more often than apart, at 0.25 a quarter as often
         threshold  the importance above which a subcomponent is on
         """
         given = self.data_or(data)
