@@ -57,6 +57,7 @@ def test_good():
         ({"alive": {"0": 15}}, "C too small"),
         ({"near_one": {"0": 0.1}}, "importance coefficient too high"),
         ({"steps_done": 10}, "unfinished"),
+        ({"agreement": {"0": 0.99, "1": 0.7}}, "seeds disagree"),
     ],
 )
 def test_not_good_and_why(changes, reason):
@@ -70,6 +71,32 @@ def test_advice_is_about_the_pressure_that_did_it():
     for start, advice in ((0.2, "importance_minimality.coefficient_start` to 0.1"), (None, "adversarial")):
         numbers = dataclasses.replace(RIGHT, relative=attacked, coefficient_start=start)
         assert advice in findings(numbers)[0].do
+
+
+def test_another_seed_that_agrees_speaks_for_it():
+    result = said(agreement={"0": 0.99, "1": 0.95})
+    assert result.good is True
+    assert "with another seed, importances agree by 95%" in result.reasons
+
+
+def test_a_decomposition_is_held_against_another():
+    model, data = small_mlp(), uniform(4, 64)
+    config = {"steps": 20}
+    first, second = (rankone.decompose(model, data, {"*": 12}, config, progress=False) for _ in range(2))
+    with torch.no_grad():
+        for gate in second.model.importance.functions.values():
+            gate.b_out[::2] = -100.0  # half of all subcomponents are never important
+    assert first.diagnose(against=first).numbers.agreement == dict.fromkeys(first.layers, 1.0)
+    found = first.diagnose(against=second)
+    assert all(share < 0.85 for share in found.numbers.agreement.values())
+    assert "seeds disagree" in [finding.name for finding in found.findings]
+    assert first.verdict.good is False
+    changed = small_mlp()
+    with torch.no_grad():
+        next(changed.parameters()).add_(1.0)
+    other = rankone.decompose(changed, data, {"*": 12}, {"steps": 2}, progress=False)
+    with pytest.raises(rankone.RankoneError, match="of different networks"):
+        first.diagnose(against=other)
 
 
 def test_every_reason_is_said():

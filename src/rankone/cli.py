@@ -20,6 +20,7 @@ from rankone import terminal, using_commands
 from rankone.config_commands import config_app
 from rankone.errors import ConfigError
 from rankone.options import (
+    Against,
     AnyPath,
     AsJson,
     Directory,
@@ -399,7 +400,9 @@ def compare(a: Directory, b: Directory, /, *, model: Model = None, json: AsJson 
 
 
 @app.command
-def diagnose(directory: Directory, /, *, model: Model = None, json: AsJson = False) -> None:
+def diagnose(
+    directory: Directory, /, *, against: Against = None, model: Model = None, json: AsJson = False
+) -> None:
     """Look for what is wrong with a run, finished or not, and say which setting to move and how."""
     from dataclasses import asdict
 
@@ -407,7 +410,8 @@ def diagnose(directory: Directory, /, *, model: Model = None, json: AsJson = Fal
     from rankone.runs.run import load_run
 
     with given(model):
-        found = load_run(directory).result.diagnose()
+        other = None if against is None else load_run(against).result
+        found = load_run(directory).result.diagnose(against=other)
     if json:
         terminal.write_text(to_json(asdict(found), indent=2) + "\n")
     else:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rankone.compare import compare
 from rankone.consolidate import observe, replacements
 from rankone.data import Batch, Data, batches, seed_for, tensors_of, to_device, weights_for
 from rankone.decomposition import Decomposition
@@ -55,11 +56,12 @@ def diagnose(
     *,
     divergence: Divergence | None = None,
     steps_done: int | None = None,
+    against: Decomposition | None = None,
     n_batches: int = 4,
     seed: int = 0,
 ) -> Diagnosis:
     """Look for everything that is known to go wrong. `steps_done` is how far an unfinished run has
-    come."""
+    come; `against` is a decomposition of the same network from another seed, which should agree."""
     evaluation = evaluate(decomposition, data, divergence=divergence, n_batches=n_batches, seed=seed)
     if decomposition.evaluation is None:
         decomposition.evaluation = evaluation
@@ -85,11 +87,21 @@ def diagnose(
         split_pairs={name: _split_pairs(decomposition, name, points) for name in points.used},
         identities=_identities(decomposition, points),
         tied=dict(decomposition.model.tied),
+        agreement=_agreement(decomposition, against, data, n_batches, seed),
         init=decomposition.config.init,
         steps=decomposition.config.steps,
         steps_done=steps_done,
     )
     return Diagnosis(numbers, findings(numbers))
+
+
+def _agreement(
+    decomposition: Decomposition, against: Decomposition | None, data: Data, n_batches: int, seed: int
+) -> dict[str, float]:
+    if against is None:
+        return {}
+    layers = compare(decomposition, against, data, n_batches=n_batches, seed=seed).layers
+    return {name: layer.agreement for name, layer in layers.items() if layer.agreement is not None}
 
 
 def _datapoints(

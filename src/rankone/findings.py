@@ -56,6 +56,9 @@ settled; they are after the point where the penalty stops changing, which moves 
 """
 UNSURE = 0.1
 """Largest share of what important subcomponents do that may be done at importances between 0.1 and 0.9."""
+AGREEMENT = 0.85
+"""What the importances of two seeds must have in common, over what either has, in every layer. Pairs of
+right results have 0.94 or more; where one of two is wrong, some layer has at most 0.75."""
 TOGETHER = 0.5
 """Share of a known mechanism's subcomponents that must act where any of them does. (Not all: an
 input may need only some directions.)"""
@@ -124,6 +127,9 @@ class Numbers:
     well_tempered: float | None = None
     coefficient_start: float | None = None
     """Of minimality, where its pressure is higher at first than in the end."""
+    agreement: dict[str, float] = field(default_factory=dict)
+    """With a decomposition from another seed, if there was one to compare with: what importances of
+    matched subcomponents have in common, over what either has."""
     datapoints: int | None = None
     """How many of the inputs that were looked at differ from each other."""
 
@@ -310,6 +316,20 @@ def _loses_what_it_deletes(n: Numbers) -> Iterator[Finding]:
         )
 
 
+def _unstable(n: Numbers) -> Iterator[Finding]:
+    apart = {name: share for name, share in n.agreement.items() if share < AGREEMENT}
+    if apart:
+        shares = ", ".join(f"{share:.0%} in {name}" for name, share in apart.items())
+        yield Finding(
+            "seeds disagree",
+            f"importances of this decomposition and of the one it was held against have in common {shares} "
+            f"(at least {AGREEMENT:.0%})",
+            "at least one of the two is not what the network does, or several answers serve equally well",
+            "decompose these layers with a third seed, and trust the subcomponents that come back "
+            "(`rankone compare` lists them)",
+        )
+
+
 def _unsure(n: Numbers) -> Iterator[Finding]:
     unsure = {name: share for name, share in n.unsure.items() if share > UNSURE}
     if unsure:
@@ -384,6 +404,7 @@ RULES: tuple[Callable[[Numbers], Iterator[Finding]], ...] = (
     _unsafe,
     _loses_what_it_deletes,
     _unsure,
+    _unstable,
     _more_than_rank,
     _coefficient_too_low,
     _identity_lost,

@@ -46,6 +46,9 @@ Experiment = Annotated[
     Shipped, Parameter(help="A name from `rankone list`, or a config.yaml.", show_choices=False)
 ]
 Directory = Annotated[AnyPath, Parameter(help="A run directory.")]
+Against = Annotated[
+    AnyPath | None, Parameter(help="A run of the same network with another seed, which should agree.")
+]
 Preset = Annotated[
     Literal["recipe", "tuned", "paper"] | str | None,
     Parameter(

@@ -70,4 +70,9 @@ def _for(n: Numbers) -> list[str]:
         f"on a datapoint {sum(n.l0.values()):.2f} subcomponents are important",
         f"alive subcomponents: {alive}",
         "training had settled",
+        *(
+            [f"with another seed, importances agree by {min(n.agreement.values()):.0%}"]
+            if n.agreement
+            else []
+        ),
     ]
