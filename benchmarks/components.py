@@ -55,7 +55,7 @@ def found(names: list[str], seed: int, out: Path) -> None:
 
 def growth(largest: int) -> None:
     """Groups of five subcomponents that come on together nine times in ten, 100 on per datapoint."""
-    parts, rows = 3125, 62_500
+    parts, rows = 781, 15_625
     while parts <= largest:
         began = time.perf_counter()
         on = synthetic(parts, rows, at_once=100)

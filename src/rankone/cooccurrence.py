@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rankone.data import seed_for
 
-MOST_ORDERS = 400
+MOST_ORDERS = 500
 """Random orders that sets are sketched with, at most."""
-MISSED = 1e-5
+MISSED = 1e-4
 """The probability with which two sets that overlap just enough are not compared."""
 CROWD = 64
 """Of more sets than this that look alike, each is compared with so many of the newest: they are merged

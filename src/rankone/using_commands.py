@@ -58,12 +58,15 @@ def view(
 
     Parameters
     ----------
+    directory
+        A run directory; or tms_5-2, a decomposition that comes with rankone.
     other
         A second run on the same network, shown side by side.
     attack
         Attack it with up to this many steps, and show how it degrades on the way.
     out
-        Where to write the page; view.html in the run directory if not given.
+        Where to write the page; view.html in the run directory if not given (of a
+        shipped one, NAME-view.html here).
     show
         Open it in a browser.
     """

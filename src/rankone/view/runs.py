@@ -1,5 +1,6 @@
 """The page about runs: from their directories, as far as each can be opened."""
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from rankone.view.gather import gather, gather_artifact
 from rankone.view.write import compared, page
 
 PAGE = "view.html"
+SHIPPED = Path(str(files("rankone.view") / "shipped"))
+"""Decompositions that come with rankone, to look at without training: runs by the recipe, seed 0."""
 
 
 def view_runs(paths: list[Path], out: Path | None = None, *, attack: int = 80) -> Path:
@@ -18,6 +21,10 @@ def view_runs(paths: list[Path], out: Path | None = None, *, attack: int = 80) -
 
     It goes into the directory of the first if nothing else is said.
     """
+    shipped = _shipped(paths[0])
+    if shipped and out is None:
+        out = Path(f"{paths[0]}-view.html")
+    paths = [_shipped(path) or path for path in paths]
     opened = [_opened(path) for path in paths]
     pages = [_page(path, run, attack) for path, run in zip(paths, opened, strict=True)]
     comparison: dict[str, Any] | None = None
@@ -38,10 +45,17 @@ def view_runs(paths: list[Path], out: Path | None = None, *, attack: int = 80) -
     return directory.path / PAGE
 
 
+def _shipped(path: Path) -> Path | None:
+    """The directory of a shipped decomposition, where a path is the name of one and no directory."""
+    found = SHIPPED / path.name
+    return found if len(path.parts) == 1 and not path.exists() and found.is_dir() else None
+
+
 def _opened(path: Path) -> LoadedRun | str:
     """A run, or why it cannot be opened whole."""
     if not path.is_dir():
-        raise ConfigError(f"There is no directory {path}.")
+        names = ", ".join(sorted(p.name for p in SHIPPED.iterdir()))
+        raise ConfigError(f"There is no directory {path}. To look at without training, there is: {names}.")
     try:
         return load_run(path)
     except RankoneError as error:
