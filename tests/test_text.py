@@ -372,3 +372,83 @@ class TestBadInput:
         (tmp_path / "x.bin").write_bytes(b"no checkpoint at all, but long enough")
         with pytest.raises(RankoneError, match=r"is no checkpoint of llama2.c: its first numbers are"):
             load_model(tmp_path / "x.bin")
+
+
+class TestInText:
+    """What is said of a decomposition in the terms of a language model."""
+
+    @pytest.fixture(scope="class")
+    def result(self, tokenizer):
+        data = rankone.text([WORDS[i % 40 :] for i in range(60)], tokenizer, length=16, batch_size=4)
+        layers = {"model.layers.1.mlp.up_proj": 20, "model.layers.0.self_attn.o_proj": 20}
+        return rankone.decompose(llama(), data, layers, {"steps": 2}, progress=False)
+
+    def test_cross_entropy_and_kl_are_those_of_logits(self, result, monkeypatch):
+        found = {}
+        for size in (2**23, 500):  # in full, and by slices through the head
+            monkeypatch.setattr(heads, "SLICE", size)
+            found[size] = result.in_text(n_batches=1)
+        for a, b in zip(*(measures.table.rows for measures in found.values()), strict=True):
+            assert a[1:] == pytest.approx(b[1:], abs=1e-5)
+        rows = {row["masks"]: row for row in found[500].table}
+        assert list(rows) == [
+            "target", "unmasked", "stochastic", "importances", "rounded", "attacked", "all zero"
+        ]  # fmt: skip
+        batch = next(batches(result.data, 0, stream="evaluation"))
+        ids, model = batch["input_ids"], result.model.target
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        assert rows["target"]["cross-entropy"] == pytest.approx(float(loss), rel=1e-5)
+        nothing = result.ablated(keep={name: [] for name in result.layers})(ids).logits
+        assert rows["all zero"]["KL from the target"] == pytest.approx(
+            float(kl(nothing, model(ids).logits).mean()), rel=1e-4
+        )
+        assert rows["target"]["share recovered"] == 1
+        assert rows["all zero"]["share recovered"] == 0
+        assert "L0 per position" in repr(found[500])
+        assert len(found[500].spectrum["model.layers.1.mlp.up_proj"]) == 20
+
+    def test_a_card_says_what_a_part_does(self, result, monkeypatch):
+        layer = "model.layers.1.mlp.up_proj"
+        batch = next(batches(result.data, 0, stream="evaluation"))
+        g = result.importances(batch)[layer]
+        c = int((g > 0.1).float().mean((0, 1)).argmax())
+        on = g[..., c] > 0.1
+        assert bool(on.any())
+        monkeypatch.setattr(heads, "SLICE", 500)
+        found = result.card(layer, c, n_batches=1)
+        ids = batch["input_ids"]
+        clean = result.model.target(ids).logits.log_softmax(-1)
+        without = result.ablated(drop={layer: [c]})(ids).logits.log_softmax(-1)
+        assert found.rate == pytest.approx(float(on.float().mean()))
+        assert found.cost_on == pytest.approx(float(kl(without, clean)[on].mean()), rel=1e-2, abs=1e-8)
+        change = (clean - without)[on].mean(0)
+        assert found.raises[0][1] == pytest.approx(float(change.max()), abs=1e-5)
+        assert found.lowers[0][1] == pytest.approx(float(change.min()), abs=1e-5)
+        assert found.raises[0][0] == result.data.pieces([int(change.argmax())])[0]
+        assert "without it alone: KL" in repr(found)
+
+    def test_an_edited_model_writes_and_says_what_else_changed(self, result, tokenizer):
+        layer = "model.layers.1.mlp.up_proj"
+        other = rankone.text([WORDS * 20], tokenizer, length=16, batch_size=2)
+        edited = result.edited(drop={layer: list(range(20))}, other=other)
+        assert [row["text"] for row in edited.side_effects] == ["its own text", "other text"]
+        assert all(row["KL"] > 0 for row in edited.side_effects)
+        assert all(row["KL"] == 0 for row in result.edited(drop={layer: []}, n_batches=1).side_effects)
+        written = edited.generate("the cat", 5)
+        assert written.startswith("the cat")
+        assert len(written) > len("the cat")
+        ids = torch.tensor([tokenizer("the cat")["input_ids"]])
+        expected = edited.model.generate(
+            ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=[]
+        )
+        assert written == tokenizer.decode(expected[0].tolist())
+        assert "What changed:" in repr(edited)
+
+    def test_it_needs_text(self, result):
+        with pytest.raises(
+            BatchError, match=r"This looks at text, and the data is a Tensor. Pass data=rankone"
+        ):
+            result.in_text(torch.zeros(2, 3))
+        with pytest.raises(BatchError, match="the data is a list"):
+            result.edited(drop={}, other=[1])

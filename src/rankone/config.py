@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rankone import context  # noqa: F401 (its importance functions are known by name)
 from rankone.components import DATA_INITS, INITS
 from rankone.data import Corpus
 from rankone.errors import ConfigError, near_matches, shown
@@ -30,10 +31,12 @@ class ImportanceSettings(Settings):
     """Which causal importance function every layer gets."""
 
     kind: str = "mlp"
-    """`mlp` (the paper's, one small MLP per subcomponent), `linear`, `layer_mlp`, or one that you
-    registered."""
+    """`mlp` (the paper's, one small MLP per subcomponent), `linear`, `layer_mlp` (one for a layer's inner
+    activations), `input_mlp` (one for a layer's input), `transformer` (one for all layers and positions),
+    or one that you registered."""
     options: dict[str, Option] = {}
-    """Options of that function, such as `d_gate` (mlp) or `width` (layer_mlp)."""
+    """Options of that function, such as `d_gate` (mlp), `width` (layer_mlp, input_mlp, transformer), or
+    `blocks`, `heads` and `causal` (transformer)."""
 
     @model_validator(mode="after")
     def _known(self) -> "ImportanceSettings":

@@ -167,6 +167,8 @@ def print_summary(summary: Summary) -> None:
         good = summary.verdict.good
         style = {True: "bold green", False: "bold red", None: "bold"}[good]
         say("Verdict: ", (brief(summary.verdict.word, summary.verdict.reasons, good=good), style))
+    for line in summary.details.get("in_words", []):
+        say(str(line))
     memory = f", {summary.peak_rss_mb:.0f} MB at most" if summary.peak_rss_mb else ""
     say(f"{summary.wall_seconds or 0:.0f} s, {summary.ms_per_step:.2f} ms/step{memory}")
 

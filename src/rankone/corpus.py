@@ -278,7 +278,7 @@ def _document(row: Any, tokenizer: Any, column: str) -> list[int]:
             )
         row = row[column] if column in row else row["input_ids"]
     if isinstance(row, str):
-        return _framed(tokenizer, encoded(tokenizer, row))
+        return framed(tokenizer, encoded(tokenizer, row))
     if isinstance(row, Tensor) or hasattr(row, "__array__"):
         row = row.tolist()
     if isinstance(row, Sequence) and all(isinstance(i, int) for i in row):
@@ -296,10 +296,11 @@ def encoded(tokenizer: Any, document: str) -> list[int]:
     return list(tokenizer.encode(document))
 
 
-def _framed(tokenizer: Any, ids: list[int]) -> list[int]:
-    """A document with the marks that its tokenizer puts around one; one at its end, if there are none."""
+def framed(tokenizer: Any, ids: list[int], *, whole: bool = True) -> list[int]:
+    """A document with the marks that its tokenizer puts around one; one at its end, if there are none.
+    What is not whole goes on, and has no mark at its end."""
     before, after = _frame(tokenizer)
-    return [*before, *ids, *after]
+    return [*before, *ids, *(after if whole else [])]
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -368,7 +369,7 @@ def sampled(
             rows = min(at_once, passages - first)
             start = torch.tensor([begin] * rows)
             generator = generator_for(seed, "sampled", first)
-            yield from _continued(model, start, length, temperature, generator).tolist()
+            yield from continued(model, start, length, temperature, generator).tolist()
 
     settings = repr((passages, length, begin, temperature, seed, at_once))
     key = sha256(f"sampled/{fingerprint(model)}/{settings}".encode())[:32]
@@ -376,10 +377,11 @@ def sampled(
     return Text(*kept(key, documents), tokenizer, length=length, batch_size=batch_size, **options)
 
 
-def _continued(
+def continued(
     model: nn.Module, ids: Tensor, length: int, temperature: float, generator: torch.Generator
 ) -> Tensor:
-    """Rows of tokens, continued at random up to a length, as the model finds likely."""
+    """Rows of tokens, continued up to a length at random, as the model finds likely; with a temperature
+    of 0, by the likeliest."""
     remembered: Any = None
     device = next(model.parameters()).device
     while ids.shape[1] < length:
@@ -389,6 +391,9 @@ def _continued(
             logits, remembered = result.logits, result.past_key_values
         else:
             logits = model(ids.to(device))
+        if temperature == 0:
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1).cpu()], 1)
+            continue
         chances = (logits[:, -1].float() / temperature).softmax(-1).cpu()
         ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
     return ids

@@ -176,7 +176,8 @@ def make_importance(
     )
 
 
-def _whole(name: str, value: Any) -> int:
+def whole(name: str, value: Any) -> int:
+    """An option that must be a whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 100_000:
         raise ConfigError(
             f"Importance option {name} is {value!r}; it must be a whole number from 1 to 100,000."
@@ -194,7 +195,7 @@ class MLPImportance(ImportanceFunction):
 
     def __init__(self, C: int, generator: torch.Generator, *, d_gate: Any = 16) -> None:
         super().__init__()
-        _whole("d_gate", d_gate)
+        whole("d_gate", d_gate)
         self.w_in = nn.Parameter(math.sqrt(2) * torch.randn(C, d_gate, generator=generator))
         self.b_in = nn.Parameter(torch.zeros(C, d_gate))
         self.w_out = nn.Parameter(torch.randn(C, d_gate, generator=generator) / math.sqrt(d_gate))
@@ -215,7 +216,7 @@ class MLPImportance(ImportanceFunction):
         self.b_out.fill_(AT_ZERO)
 
     def stretch(self, factor: float) -> None:
-        _stretch(self.w_out, self.b_out, factor)
+        stretch(self.w_out, self.b_out, factor)
 
 
 @register_importance("linear")
@@ -231,7 +232,7 @@ class LinearImportance(ImportanceFunction):
         return h * self.w + self.b
 
     def stretch(self, factor: float) -> None:
-        _stretch(self.w, self.b, factor)
+        stretch(self.w, self.b, factor)
 
 
 @register_importance("layer_mlp")
@@ -245,7 +246,7 @@ class LayerMLPImportance(ImportanceFunction):
 
     def __init__(self, C: int, generator: torch.Generator, *, width: Any = 64) -> None:
         super().__init__()
-        _whole("width", width)
+        whole("width", width)
         self.w_in = nn.Parameter(math.sqrt(2 / C) * torch.randn(width, C, generator=generator))
         self.b_in = nn.Parameter(torch.zeros(width))
         self.w_out = nn.Parameter(torch.randn(C, width, generator=generator) / math.sqrt(width))
@@ -255,10 +256,11 @@ class LayerMLPImportance(ImportanceFunction):
         return F.linear(F.gelu(F.linear(h, self.w_in, self.b_in)), self.w_out, self.b_out)
 
     def stretch(self, factor: float) -> None:
-        _stretch(self.w_out, self.b_out, factor)
+        stretch(self.w_out, self.b_out, factor)
 
 
 @torch.no_grad()
-def _stretch(weight: Tensor, bias: Tensor, factor: float) -> None:
+def stretch(weight: Tensor, bias: Tensor, factor: float) -> None:
+    """Move what a last layer makes `factor` times as far from a half."""
     weight.mul_(factor)
     bias.mul_(factor).add_(0.5 - 0.5 * factor)

@@ -36,19 +36,20 @@ class Passage:
         for piece, g in zip(self.pieces, self.importances, strict=True):
             if inside != (g > IMPORTANT):
                 line, inside = line + (CLOSE if inside else OPEN), not inside
-            line += _line(piece)
+            line += as_line(piece)
         return (line + (CLOSE if inside else "")).strip()
 
     def html(self) -> str:
         return "".join(
-            f'<mark style="background: rgba(250, 180, 40, {g:.2f})" title="{g:.2f}">{escape(_line(piece))}</mark>'
+            f'<mark style="background: rgba(250, 180, 40, {g:.2f})" title="{g:.2f}">{escape(as_line(piece))}</mark>'
             if g > IMPORTANT
-            else escape(_line(piece))
+            else escape(as_line(piece))
             for piece, g in zip(self.pieces, self.importances, strict=True)
         ).strip()
 
 
-def _line(piece: str) -> str:
+def as_line(piece: str) -> str:
+    """The text of a token on one line, safe to print."""
     return printable(piece.replace("\n", "⏎").replace("\t", " ")).replace("\n", "⏎")
 
 
@@ -115,7 +116,7 @@ def _table(
     note = f"subcomponent {index} of {layer}: on at {rate:.2%} of positions"
     if tokens:
         note += ", most often on " + ", ".join(
-            f"{_line(piece).strip() or piece!r} {n}x" for piece, n in tokens[:6]
+            f"{as_line(piece).strip() or piece!r} {n}x" for piece, n in tokens[:6]
         )
     elif not rows:
         note += ": never important in these passages"

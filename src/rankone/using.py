@@ -19,6 +19,7 @@ from rankone.looking import LOOK_AT, Grouping
 from rankone.metrics import IMPORTANT
 from rankone.model import DecomposedModel
 from rankone.tables import Table
+from rankone.text_measures import Card, Edited, TextMeasures, card, measure, refuse_other_data
 
 if TYPE_CHECKING:
     from rankone.compare import Comparison
@@ -106,6 +107,32 @@ class Usable:
         """Mean importances of a layer's alive subcomponents by class (`"output"`: the largest entry of
         the output), by `"position"`, or by a function of the model's inputs that gives whole numbers."""
         return looking.by_group(self.model, layer, by, self.data_or(data), n_batches)
+
+    def card(self, layer: str, c: int, data: Data | None = None, *, n_batches: int = LOOK_AT) -> Card:
+        """What subcomponent `c` of a layer does in text: how often it is on and where, which tokens it
+        makes likelier, and what is lost without it."""
+        return card(self.model, self.config, layer, c, refuse_other_data(self.data_or(data)), n_batches)
+
+    def in_text(self, data: Data | None = None, *, n_batches: int = 4) -> TextMeasures:
+        """How good it is in the terms of a language model: cross-entropy and KL under every kind of mask."""
+        return measure(self.model, self.config, refuse_other_data(self.data_or(data)), n_batches)
+
+    def edited(
+        self,
+        keep: Choice | None = None,
+        *,
+        drop: Choice | None = None,
+        scale: Factors | None = None,
+        data: Data | None = None,
+        other: Data | None = None,
+        n_batches: int = 2,
+    ) -> Edited:
+        """A copy of a language model with an edit (see `ablated`) that writes text, with what the edit
+        changes on its own text and on `other` text."""
+        text = refuse_other_data(self.data_or(data))
+        others = {} if other is None else {"other text": refuse_other_data(other)}
+        copy = self.edited_model(keep, drop=drop, scale=scale)
+        return Edited(self.model.target, copy, text, others, n_batches)
 
     def clusters(
         self,

@@ -229,6 +229,7 @@ def _experiments() -> dict[str, Traversable]:
 
 
 register_experiments("rankone.paper")
+register_experiments("rankone.languages")
 
 
 def experiment_names() -> list[str]:

@@ -15,16 +15,20 @@ from rankone.targets.base import (
     train_until_good,
     trainable,
 )
+from rankone.targets.induction import InductionTarget
 from rankone.targets.own import OwnTarget
 from rankone.targets.resid_mlp import ResidualTarget
 from rankone.targets.tms import TMSTarget
+from rankone.targets.toy_language import ToyLanguageTarget
 
 __all__ = [
     "TARGETS",
+    "InductionTarget",
     "OwnTarget",
     "ResidualTarget",
     "TMSTarget",
     "Target",
+    "ToyLanguageTarget",
     "TrainableTarget",
     "pinned_names",
     "register_target",

@@ -1,0 +1,1 @@
+"""Experiments on small language models whose rules are known: `rankone run toy_language`, `induction`."""
