@@ -20,6 +20,7 @@ ORDER = [
     "llama2c",
     "hub",
     "corpus",
+    "targeting",
     "tables",
     "views",
     "describe",

@@ -16,6 +16,7 @@ from rankone.config import over_recipe
 from rankone.data import WeightedBatch, batches
 from rankone.decomposition import build
 from rankone.errors import BatchError, ConfigError, RankoneError, TargetError
+from rankone.fast.step import FastStep
 from rankone.files import fingerprint
 from rankone.hub import load_model, load_tokenizer
 from rankone.losses import kl
@@ -374,14 +375,15 @@ class TestBadInput:
             load_model(tmp_path / "x.bin")
 
 
+@pytest.fixture(scope="module")
+def result(tokenizer):
+    data = rankone.text([WORDS[i % 40 :] for i in range(60)], tokenizer, length=16, batch_size=4)
+    layers = {"model.layers.1.mlp.up_proj": 20, "model.layers.0.self_attn.o_proj": 20}
+    return rankone.decompose(llama(), data, layers, {"steps": 2}, progress=False)
+
+
 class TestInText:
     """What is said of a decomposition in the terms of a language model."""
-
-    @pytest.fixture(scope="class")
-    def result(self, tokenizer):
-        data = rankone.text([WORDS[i % 40 :] for i in range(60)], tokenizer, length=16, batch_size=4)
-        layers = {"model.layers.1.mlp.up_proj": 20, "model.layers.0.self_attn.o_proj": 20}
-        return rankone.decompose(llama(), data, layers, {"steps": 2}, progress=False)
 
     def test_cross_entropy_and_kl_are_those_of_logits(self, result, monkeypatch):
         found = {}
@@ -397,11 +399,11 @@ class TestInText:
         batch = next(batches(result.data, 0, stream="evaluation"))
         ids, model = batch["input_ids"], result.model.target
         logits = model(ids).logits[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).detach()
         assert rows["target"]["cross-entropy"] == pytest.approx(float(loss), rel=1e-5)
         nothing = result.ablated(keep={name: [] for name in result.layers})(ids).logits
         assert rows["all zero"]["KL from the target"] == pytest.approx(
-            float(kl(nothing, model(ids).logits).mean()), rel=1e-4
+            float(kl(nothing, model(ids).logits.detach()).mean()), rel=1e-4
         )
         assert rows["target"]["share recovered"] == 1
         assert rows["all zero"]["share recovered"] == 0
@@ -451,4 +453,44 @@ class TestInText:
         ):
             result.in_text(torch.zeros(2, 3))
         with pytest.raises(BatchError, match="the data is a list"):
-            result.edited(drop={}, other=[1])
+            result.edited(drop={}, other=[torch.zeros(1, 2)])
+
+
+class TestTargeted:
+    """Few parts explain the target text; everywhere else the delta component stays on."""
+
+    @pytest.fixture
+    def both(self, tokenizer):
+        prompts = rankone.text(["the cat sat", "the dog ran"], tokenizer, length=16, batch_size=2, pack=False,
+                               held_out=0.0)  # fmt: skip
+        return rankone.targeted(
+            target_data=prompts, other_data=rankone.text([WORDS * 20], tokenizer, length=16, batch_size=3)
+        )
+
+    def test_delta_stays_on_elsewhere(self, both):
+        config = over_recipe({}, both)
+        assert config.masks.delta
+        model = build(llama(), LAYERS, config, "logits")
+        batch = next(batches(both, 0))
+        assert len(batch.weights) == 5
+        exact = Step(model, batch, config.losses, kl, masks=config.masks)
+        ones = exact.output(exact.masks("ones", 0))
+        torch.testing.assert_close(ones[2:], exact.clean.output[2:])
+        assert not torch.allclose(ones[:2], exact.clean.output[:2], atol=1e-4)
+        alone = model.masked(batch, exact.masks("ones", 0))
+        torch.testing.assert_close(ones[:2], alone[:2])
+        fast = FastStep(model, batch, config.losses, kl, masks=config.masks)
+        torch.testing.assert_close(fast.total()[0], exact.total()[0], rtol=1e-3, atol=1e-5)
+
+    def test_it_trains_and_shows_the_target_text(self, both):
+        result = rankone.decompose(llama(), both, LAYERS, {"steps": 2}, progress=False)
+        found = result.examples("model.layers.1.mlp.up_proj", 3)
+        assert all("the" in "".join(row["passage"].pieces) for row in found)
+        edited = result.edited(drop={"model.layers.1.mlp.up_proj": [3]}, data=both.target, other=both.other)
+        assert len(edited.side_effects) == 2
+
+    def test_it_needs_two_texts(self, both):
+        with pytest.raises(
+            ConfigError, match=r"other_data is \[1\]; expected text, as rankone.text gives it"
+        ):
+            rankone.targeted(both.target, [1])

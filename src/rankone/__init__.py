@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rankone.losses import Loss, register_loss
     from rankone.model import DecomposedModel
     from rankone.runs.own import open_run as open
+    from rankone.targeting import targeted
 
     __version__: str
 
@@ -42,6 +43,7 @@ __all__ = [
     "register_importance",
     "register_loss",
     "sampled",
+    "targeted",
     "text",
 ]
 
@@ -63,6 +65,7 @@ _HOME = {
     "register_importance": "importance",
     "register_loss": "losses",
     "sampled": "corpus",
+    "targeted": "targeting",
     "text": "corpus",
 }
 _MODULES = (

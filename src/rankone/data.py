@@ -10,12 +10,12 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from rankone.errors import BatchError
@@ -55,6 +55,19 @@ class WeightedBatch:
             kept = torch.cat([kept, x.new_zeros(1, x.shape[1])])
             weights[-1] = zeros
         return cls(kept, weights)
+
+
+@dataclass(frozen=True)
+class OtherRows(WeightedBatch):
+    """A batch whose last rows are not to be explained: there the delta component always stays on."""
+
+    others: int = 0
+    """How many rows these are."""
+
+    def explained(self) -> Bool[Tensor, " rows"]:
+        """Which rows are to be explained."""
+        rows = len(self.weights)
+        return torch.arange(rows, device=self.weights.device) < rows - self.others
 
 
 Batch = Tensor | tuple | list | Mapping | WeightedBatch
@@ -298,7 +311,7 @@ def _check_weights(batch: WeightedBatch) -> None:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, WeightedBatch):
-        return WeightedBatch(to_device(batch.inputs, device), batch.weights.to(device))
+        return replace(batch, inputs=to_device(batch.inputs, device), weights=batch.weights.to(device))
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, tuple | list):

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rankone.balance import Balance
-from rankone.data import Batch, mean_over_data, row_weights, seed_for
+from rankone.data import Batch, OtherRows, mean_over_data, row_weights, seed_for
 from rankone.errors import TargetError, TrainingError, shown
 from rankone.heads import through_head
 from rankone.importance import upper_leaky
@@ -163,7 +163,25 @@ class Step:
 
     def output(self, masks: Masks) -> Tensor:
         """The target's output when these layers are masked."""
-        return self.model.masked(self.batch, masks, self.clean)
+        return self.model.masked(self.batch, self.with_others(masks), self.clean)
+
+    def with_others(self, masks: Masks) -> Masks:
+        """Masks that keep the delta component whole on rows that are not to be explained."""
+        if not isinstance(self.batch, OtherRows):
+            return masks
+        explained = self.batch.explained()
+        whole = {}
+        for name, mask in masks.items():
+            lead = self.inner[name].shape[:-1]
+            if lead[:1] != explained.shape:
+                raise TargetError(
+                    f"Layer {name!r} has datapoints of shape {tuple(lead)}, which do not begin with the "
+                    f"{len(explained)} rows of the batch: it cannot be told which are to be explained."
+                )
+            here = explained.reshape(-1, *[1] * (len(lead) - 1)).expand(lead)
+            delta = mask.values.new_zeros(()) if mask.delta is None else mask.delta
+            whole[name] = mask._replace(delta=torch.where(here, delta, 1.0))
+        return whole
 
     def distance(self, output: Tensor) -> Float[Tensor, ""]:
         """How far an output is from the clean one, averaged over the data; in single precision at

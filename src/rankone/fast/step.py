@@ -96,6 +96,7 @@ class FastStep(Step):
 
     def output(self, masks: Masks) -> Tensor:
         """Up to the first masked layer a pass is the clean one, and so is that layer's input."""
+        masks = self.with_others(masks)
         for name, mask in masks.items():
             self.model.check_mask(name, mask)
         first = next((name for name in self.clean.inputs if name in masks), None)
