@@ -420,7 +420,7 @@ class TestInText:
         monkeypatch.setattr(heads, "SLICE", 500)
         found = result.card(layer, c, n_batches=1)
         ids = batch["input_ids"]
-        clean = result.model.target(ids).logits.log_softmax(-1)
+        clean = result.model.target(ids).logits.detach().log_softmax(-1)
         without = result.ablated(drop={layer: [c]})(ids).logits.log_softmax(-1)
         assert found.rate == pytest.approx(float(on.float().mean()))
         assert found.cost_on == pytest.approx(float(kl(without, clean)[on].mean()), rel=1e-2, abs=1e-8)
@@ -433,10 +433,10 @@ class TestInText:
     def test_an_edited_model_writes_and_says_what_else_changed(self, result, tokenizer):
         layer = "model.layers.1.mlp.up_proj"
         other = rankone.text([WORDS * 20], tokenizer, length=16, batch_size=2)
-        edited = result.edited(drop={layer: list(range(20))}, other=other)
+        edited = result.edited_text(drop={layer: list(range(20))}, other=other)
         assert [row["text"] for row in edited.side_effects] == ["its own text", "other text"]
         assert all(row["KL"] > 0 for row in edited.side_effects)
-        assert all(row["KL"] == 0 for row in result.edited(drop={layer: []}, n_batches=1).side_effects)
+        assert all(row["KL"] == 0 for row in result.edited_text(drop={layer: []}, n_batches=1).side_effects)
         written = edited.generate("the cat", 5)
         assert written.startswith("the cat")
         assert len(written) > len("the cat")
@@ -453,7 +453,7 @@ class TestInText:
         ):
             result.in_text(torch.zeros(2, 3))
         with pytest.raises(BatchError, match="the data is a list"):
-            result.edited(drop={}, other=[torch.zeros(1, 2)])
+            result.edited_text(drop={}, other=[torch.zeros(1, 2)])
 
 
 class TestTargeted:
@@ -486,7 +486,9 @@ class TestTargeted:
         result = rankone.decompose(llama(), both, LAYERS, {"steps": 2}, progress=False)
         found = result.examples("model.layers.1.mlp.up_proj", 3)
         assert all("the" in "".join(row["passage"].pieces) for row in found)
-        edited = result.edited(drop={"model.layers.1.mlp.up_proj": [3]}, data=both.target, other=both.other)
+        edited = result.edited_text(
+            drop={"model.layers.1.mlp.up_proj": [3]}, data=both.target, other=both.other
+        )
         assert len(edited.side_effects) == 2
 
     def test_it_needs_two_texts(self, both):

@@ -3,7 +3,7 @@
 `measure` compares the target with its parts under every kind of mask, on held-out passages: how well the
 next token is foretold, and which share of what removing everything costs is recovered. `card` is about
 one subcomponent: how often it is on, in which passages, which tokens it makes likelier and unlikelier
-where it is on, and what is lost without it there and elsewhere. `Edited` is a copy of the network that
+where it is on, and what is lost without it there and elsewhere. `EditedText` is a copy of the network that
 writes text, beside what the edit changes.
 """
 
@@ -220,7 +220,7 @@ def _moved(step: Step, output: Tensor, important: Tensor) -> Float[Tensor, " voc
     return torch.stack(total).sum(0)
 
 
-class Edited:
+class EditedText:
     """A copy of a language model without some of its parts: it writes text, and says what else changed."""
 
     def __init__(

@@ -19,7 +19,7 @@ from rankone.looking import LOOK_AT, Grouping
 from rankone.metrics import IMPORTANT
 from rankone.model import DecomposedModel
 from rankone.tables import Table
-from rankone.text_measures import Card, Edited, TextMeasures, card, measure, refuse_other_data
+from rankone.text_measures import Card, EditedText, TextMeasures, card, measure, refuse_other_data
 
 if TYPE_CHECKING:
     from rankone.compare import Comparison
@@ -117,7 +117,7 @@ class Usable:
         """How good it is in the terms of a language model: cross-entropy and KL under every kind of mask."""
         return measure(self.model, self.config, refuse_other_data(self.data_or(data)), n_batches)
 
-    def edited(
+    def edited_text(
         self,
         keep: Choice | None = None,
         *,
@@ -126,13 +126,13 @@ class Usable:
         data: Data | None = None,
         other: Data | None = None,
         n_batches: int = 2,
-    ) -> Edited:
+    ) -> EditedText:
         """A copy of a language model with an edit (see `ablated`) that writes text, with what the edit
         changes on its own text and on `other` text."""
         text = refuse_other_data(self.data_or(data))
         others = {} if other is None else {"other text": refuse_other_data(other)}
         copy = self.edited_model(keep, drop=drop, scale=scale)
-        return Edited(self.model.target, copy, text, others, n_batches)
+        return EditedText(self.model.target, copy, text, others, n_batches)
 
     def clusters(
         self,
