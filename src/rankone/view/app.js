@@ -158,7 +158,6 @@ function verdict(run) {
 const PAGES = {
   overview: ["Overview", () => true], components: ["Components", run => run.components && run.components.length],
   subcomponents: ["Subcomponents", run => run.count], importances: ["Importances", run => run.heat && Object.keys(run.heat).length],
-  circuits: ["Circuits", run => run.circuits && run.circuits.length],
   training: ["Training", run => run.history.steps], compare: ["Side by side", () => runs.length > 1],
 };
 
@@ -325,9 +324,6 @@ function neighbours(run, i, component) {
   if (component !== null && component !== undefined) {
     const others = run.components[component][0].filter(j => j !== i);
     nodes.push(el("h2", {}, "Its neighbours"), el("p", {}, others.length ? "On together with it, in its component: " : "It is a component by itself.", others.slice(0, 40).flatMap((j, k) => [k ? ", " : "", run.link(j)]), others.length > 40 ? ` and ${others.length - 40} more.` : ""));
-  }
-  for (const [title, edges] of [["Driven by", run.driven_by], ["Drives", run.drives]]) {
-    if (edges && edges[i] && edges[i].length) nodes.push(el("h2", {}, title), table(["subcomponent", "attribution", "by ablation"], edges[i].map(([j, value, causal]) => [run.link(j), short(value), short(causal)]), [1, 2]));
   }
   return nodes;
 }
