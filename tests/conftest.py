@@ -107,6 +107,7 @@ SLOW = (
     "test_view.py",
     "test_trackers.py::test_from_the_command_line",
     "test_trackers.py::test_wandb_offline_and_trackio",
+    "test_processes.py",
 )
 """Files, and single tests, that train, compile, kill or fuzz: `-m "not slow"` leaves them out."""
 

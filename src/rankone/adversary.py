@@ -8,7 +8,7 @@ very gradient that trains, does the work of many. Both are mask sources.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,7 +49,7 @@ class Attack:
         """The masks after each of these numbers of steps."""
         r, g = start(draw, self.scope), importances(draw)
         for step in range(1, max(rungs) + 1):
-            gradients = _gradients(draw, r, g)
+            gradients = _gradients(draw, r, g, self.scope)
             r = {n: (t + self.step_size * gradients[n].sign()).clamp(0, 1) for n, t in r.items()}
             if step in rungs:
                 yield masks_of(draw, r, g)
@@ -72,14 +72,19 @@ class PersistentAttack:
         _refuse_standing_still("ascents", self.ascents, "lr", self.lr)
 
     def __call__(self, draw: Draw) -> Masks:
+        if self.scope == "datapoint" and draw.share.place is not None:
+            raise ConfigError(
+                "A persistent adversary with an r for each datapoint remembers the rows of a whole batch, "
+                "which several processes share. Set losses.adversarial_recon.scope=batch or persistent=false, "
+                "or use one process."
+            )
         r, g = self._recalled(draw), importances(draw)
         for _ in range(self.ascents - 1):
-            r = self._ascended(draw, r, _gradients(draw, r, g))
+            r = self._ascended(draw, r, _gradients(draw, r, g, self.scope))
         leaves = {name: t.clone().requires_grad_() for name, t in r.items()}
 
         def ascend(gradients: list[Tensor | None]) -> None:
-            known = {n: torch.zeros_like(r[n]) if g is None else g for n, g in zip(r, gradients, strict=True)}
-            self._ascended(draw, r, known)
+            self._ascended(draw, r, _of_all(draw, r, gradients, self.scope))
 
         draw.follow(list(leaves.values()), ascend)
         return masks_of(draw, leaves, g)
@@ -161,7 +166,7 @@ def masks_of(draw: Draw, r: Sources, importances: Mapping[str, Tensor]) -> Masks
     return masks
 
 
-def _gradients(draw: Draw, r: Sources, importances: Mapping[str, Tensor]) -> Sources:
+def _gradients(draw: Draw, r: Sources, importances: Mapping[str, Tensor], scope: Scope) -> Sources:
     """How the divergence rises with every r; importances and subcomponents are held fixed."""
     with torch.enable_grad():
         leaves = {name: t.detach().clone().requires_grad_() for name, t in r.items()}
@@ -172,7 +177,13 @@ def _gradients(draw: Draw, r: Sources, importances: Mapping[str, Tensor]) -> Sou
                 "torch.no_grad, or detached from the decomposed layers?"
             )
         found = torch.autograd.grad(harm, list(leaves.values()), allow_unused=True)
-    return {n: torch.zeros_like(r[n]) if g is None else g for n, g in zip(r, found, strict=True)}
+    return _of_all(draw, r, found, scope)
+
+
+def _of_all(draw: Draw, r: Sources, gradients: Sequence[Tensor | None], scope: Scope) -> Sources:
+    """Gradients by layer: zero where there is none, and for an r that all datapoints have, those of all."""
+    known = {n: torch.zeros_like(r[n]) if g is None else g for n, g in zip(r, gradients, strict=True)}
+    return {n: draw.share.mean(g) for n, g in known.items()} if scope == "batch" else known
 
 
 SOURCES.register("adversarial")(Attack())

@@ -24,13 +24,13 @@ The state is a few numbers in the memory of the training run, and so part of eve
 """
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankone.data import Batch, mean_over_data
+from rankone.data import Batch
 from rankone.errors import TrainingError
 from rankone.importance import clipped
 from rankone.model import DecomposedModel
@@ -102,12 +102,12 @@ class Balance:
             weights.append(weight)
         return weights
 
-    def watch(self, raw: Mapping[str, Tensor], weights: Mapping[str, Tensor | None], index: int) -> None:
+    def watch(self, raw: Mapping[str, Tensor], mean: Callable[[Tensor, str], Tensor], index: int) -> None:
         """Notice how much is on in each layer, for the price of its importances."""
         if index % WATCHED_EVERY == 0:
             with torch.no_grad():
                 for name, values in raw.items():
-                    on = mean_over_data(clipped(values).sum(-1), weights[name])
+                    on = mean(clipped(values).sum(-1), name)
                     self._running(f"on/{name}", on, REMEMBERED**WATCHED_EVERY)
 
     def prices(self, layers: Iterable[str]) -> dict[str, float]:

@@ -100,7 +100,7 @@ def run(
         The directory of an earlier run on the same network: start from what it found, with the settings
         of this one.
     """
-    from rankone import console, watch
+    from rankone import console, processes, watch
     from rankone.report.page import can_report
     from rankone.runs.choose import chosen_run
     from rankone.targets.own import named_by
@@ -109,7 +109,13 @@ def run(
         if model is not None:
             raise ConfigError(f"{experiment} names a network already; leave out --model.")
         model = experiment
-    with given(model):
+    with given(model), processes.joined() as world:
+        world.refuse_different({"words on their command lines": sys.argv[1:]})
+        if seeds is not None and world.size > 1:
+            raise ConfigError("torchrun shares one run between processes; --seeds runs several by itself.")
+        if isinstance(world, processes.Together) and not world.leads:
+            watch.follow_leader(world)
+            return
         changes = assignments(settings)
         if start_from is not None:
             changes.append(f"start_from={to_json(str(start_from))}")

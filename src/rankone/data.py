@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rankone.errors import BatchError
 from rankone.files import digest_of
+from rankone.share import WHOLE, Share
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,11 @@ def given_weights(batch: Batch) -> Float[Tensor, "rows *positions"] | None:
     return kept.float() if known and not bool(kept.all()) else None
 
 
-def row_weights(batch: Batch) -> Float[Tensor, "rows *positions"] | None:
+def row_weights(batch: Batch, share: Share = WHOLE) -> Float[Tensor, "rows *positions"] | None:
     """How much of a mean each row is, or each position of each row; None where all count alike."""
+    if share is not WHOLE:
+        weights = given_weights(batch)
+        return None if weights is None else weights / share.mean(weights.sum())
     if isinstance(batch, WeightedBatch):
         return batch.normalized
     weights = given_weights(batch)
@@ -186,7 +190,9 @@ def weights_for(
     return fitting.reshape(*fitting.shape, *[1] * (len(wanted) - fitting.dim())).expand(wanted)
 
 
-def mean_over_data(values: Tensor, weights: Float[Tensor, "rows *positions"] | None) -> Float[Tensor, ""]:
+def mean_over_data(
+    values: Tensor, weights: Float[Tensor, "rows *positions"] | None, share: Share = WHOLE
+) -> Float[Tensor, ""]:
     """The mean over datapoints of one number per datapoint, with the `row_weights` of their batch."""
     if weights is None:
         return values.mean()
@@ -194,7 +200,7 @@ def mean_over_data(values: Tensor, weights: Float[Tensor, "rows *positions"] | N
         rows = values.flatten(1).mean(1) if values.dim() > 1 else values
         return rows @ weights.to(rows.dtype)
     each = weights_for(weights, values.shape).to(values.dtype)
-    return (values * each).sum() / each.sum()
+    return (values * each).sum() / share.mean(each.sum())
 
 
 def shapes_of(batch: Batch) -> str:

@@ -381,7 +381,8 @@ class Frequency(Scheduled):
         costs = []
         for name, raw in step.raw.items():
             g = upper_leaky(raw)
-            if self.remember == 0 and g.shape[:-1].numel() < 2 and not _merged(step.batch):
+            alone = g.shape[:-1].numel() < 2 and step.share.place is None
+            if self.remember == 0 and alone and not _merged(step.batch):
                 raise TrainingError(
                     "The loss 'frequency' counts how often a subcomponent is important, but a batch has only "
                     "one datapoint. Use larger batches, or set losses.frequency.remember=0.99."

@@ -20,6 +20,7 @@ from torch import Tensor
 from rankone.errors import TrainingError
 from rankone.importance import clipped, lower_leaky, straight_through
 from rankone.settings import Registry, Settings
+from rankone.share import WHOLE, Place, Share, place_of
 
 
 class MaskSettings(Settings):
@@ -98,6 +99,8 @@ class Draw:
     """What sources keep from step to step; it is part of a checkpoint."""
     follow: Callable[[list[Tensor], Callable[[list[Tensor | None]], None]], None] = lambda leaves, then: None
     """Tells the training loop to call a function with the gradients of the loss to these tensors."""
+    share: Share = WHOLE
+    """What part of a batch these datapoints are, where several processes share it."""
 
 
 MaskSource = Callable[[Draw], Masks]
@@ -126,11 +129,28 @@ def uniform(key: int, like: Float[Tensor, "*lead C"]) -> Float[Tensor, "*lead C"
     Each number is a hash of its counter, so it is the same on every device and in the compiled kernels,
     which draw theirs on the fly. Counters run along the datapoints first, as the kernels do.
     """
-    C = like.shape[-1]
-    counter = torch.arange(like.numel(), device=like.device).reshape(C, -1).T.reshape(like.shape)
+    C, place = like.shape[-1], place_of(key)
+    if place is None or like.dim() == 1:
+        counter = torch.arange(like.numel(), device=like.device).reshape(C, -1).T.reshape(like.shape)
+    else:
+        counter = _counted_in_the_whole(like, place)
     mixed = _mix((_mix(counter ^ (key & _32)) + (key >> 32)) & _32)
     wide = torch.promote_types(like.dtype, torch.float32)  # half precision cannot hold the integers
     return ((mixed >> 8).to(wide) * 2.0**-24).to(like.dtype)
+
+
+def _counted_in_the_whole(like: Float[Tensor, "*lead C"], place: Place) -> Tensor:
+    """The counters that rows of a larger batch have there."""
+    rows, C = like.shape[0], like.shape[-1]
+    if rows != place.here:
+        raise TrainingError(
+            f"A process has {place.here} rows of a batch of {place.total}, but random numbers were asked for "
+            f"{tuple(like.shape)}: rows must come first. Use one process for this."
+        )
+    each = like.numel() // (rows * C)  # datapoints in a row
+    datapoint = torch.arange(place.before * each, (place.before + rows) * each, device=like.device)
+    first = torch.arange(C, device=like.device) * (place.total * each)
+    return (datapoint.unsqueeze(1) + first).reshape(like.shape)
 
 
 _32 = 0xFFFFFFFF

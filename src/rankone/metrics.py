@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankone.data import mean_over_data
+from rankone.share import WHOLE, Share
 
 IMPORTANT = 0.1
 """Above this a subcomponent counts as important: for L0, for being alive, and for what a check
@@ -112,10 +113,10 @@ def mmcs_ml2r(
     return float(best.mean()), float(ratio.mean())
 
 
-def l0(importances: Float[Tensor, "*lead C"], weights: Tensor | None = None) -> float:
+def l0(importances: Float[Tensor, "*lead C"], weights: Tensor | None = None, share: Share = WHOLE) -> float:
     """The mean number of important subcomponents per datapoint."""
     count = (importances > IMPORTANT).sum(-1).to(torch.float64)
-    return float(mean_over_data(count, weights))
+    return float(share.mean(mean_over_data(count, weights, share)))
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:

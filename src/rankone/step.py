@@ -24,6 +24,7 @@ from rankone.heads import through_head
 from rankone.importance import upper_leaky
 from rankone.masks import ROUTINGS, SOURCES, Draw, Masks, MaskSettings, MaskSource
 from rankone.model import DecomposedModel
+from rankone.share import WHOLE, Share
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(masked output, target output) -> a number per datapoint, or their mean as a scalar."""
@@ -88,19 +89,21 @@ class Step:
         masks: MaskSettings | None = None,
         memory: dict[str, Tensor] | None = None,
         balance: Balance | None = None,
+        share: Share = WHOLE,
     ) -> None:
         """`index` numbers the step; `progress` is how much of training lies behind it, from 0 to 1.
 
         `memory` is what mask sources and losses keep from step to step. With a `balance`, terms are
-        shares of what removing everything costs.
+        shares of what removing everything costs. `share` says what part of a batch this is, where
+        several processes have one.
         """
         self.model, self.batch, self.terms, self.divergence = model, batch, terms, divergence
         self.seed, self.index, self.progress = seed, index, progress
         self.mask_settings = masks or MaskSettings()
         self.memory = {} if memory is None else memory
-        self.balance = balance
+        self.balance, self.share = balance, share
         self.followers: list[Follower] = []
-        self.weights = row_weights(batch)
+        self.weights = row_weights(batch, share)
         self._masks: dict[tuple[Any, int, bool], Masks] = {}
         self._weights_of: dict[str, Tensor] = {}
         self.clean = model.clean(batch, before_head=through_head(divergence) is not None)
@@ -144,15 +147,16 @@ class Step:
             harm,
             self.memory,
             lambda leaves, then: self.followers.append(Follower(leaves, then)),
+            self.share,
         )
 
     def mask_key(self, name: str, sample: int) -> int:
         """The key of the random numbers of one layer's masks in one sample."""
-        return seed_for(self.seed, f"masks/{name}/{sample}", self.index)
+        return self.share.key(seed_for(self.seed, f"masks/{name}/{sample}", self.index))
 
     def routed(self, masks: Masks, routing: str, sample: int) -> Iterator[Masks]:
         """The masks of each pass that a routing makes."""
-        key = seed_for(self.seed, f"routing/{routing}/{sample}", self.index)
+        key = self.share.key(seed_for(self.seed, f"routing/{routing}/{sample}", self.index))
         return ROUTINGS.get(routing)(masks, key)
 
     def outputs(self, source: str | MaskSource, routing: str, samples: int) -> Iterator[Tensor]:
@@ -212,25 +216,27 @@ class Step:
             return self.weights
         if layer not in self._weights_of:
             each = self.model.weights(layer, self.clean, lead).to(self.weights)
-            self._weights_of[layer] = each / each.sum()
+            self._weights_of[layer] = each / self.share.mean(each.sum())
         return self._weights_of[layer]
 
     def each_weight(self, layer: str) -> Float[Tensor, " datapoints"]:
         """How much of a mean each datapoint of a layer is, all in a row; 0 where there is no data."""
         each = self.model.weights(layer, self.clean, self.inner[layer].shape[:-1]).flatten()
-        return each / each.sum()
+        return each / self.share.mean(each.sum())
 
     def mean(self, per_datapoint: Float[Tensor, "*lead"], layer: str | None = None) -> Float[Tensor, ""]:
         """The mean over the data of one number per datapoint (of a layer), as every loss takes it."""
-        return mean_over_data(per_datapoint, self.weights if layer is None else self.weights_of(layer))
+        weights = self.weights if layer is None else self.weights_of(layer)
+        return self.share.shared(mean_over_data(per_datapoint, weights, self.share))
 
     def mean_of_each(self, values: Float[Tensor, "*lead C"], layer: str) -> Float[Tensor, " C"]:
         """The mean over the data of one number per datapoint and subcomponent, for each subcomponent."""
         weights = self.weights_of(layer)
         if weights is not None and weights.dim() > 1:
-            return (weights.to(values.dtype).unsqueeze(-1) * values).flatten(0, -2).sum(0)
+            weighted = weights.to(values.dtype).unsqueeze(-1) * values
+            return self.share.shared(weighted.flatten(0, -2).sum(0))
         rows = values.reshape(len(values), -1, values.shape[-1]).mean(1)
-        return rows.mean(0) if weights is None else weights.to(rows.dtype) @ rows
+        return self.share.shared(rows.mean(0) if weights is None else weights.to(rows.dtype) @ rows)
 
     def penalty(self, shape: Penalty, prices: Mapping[str, float] | None = None) -> Float[Tensor, ""]:
         """What all importances of all layers cost, averaged over the data, at the price factor of each
@@ -249,7 +255,7 @@ class Step:
                 )
         stacked = torch.stack(list(values.values()))
         if self.balance is not None:
-            self.balance.watch(self.raw, {name: self.weights_of(name) for name in self.raw}, self.index)
+            self.balance.watch(self.raw, self.mean, self.index)
             weights = torch.stack(self.balance.weights(self.terms, values, self.progress))
             return stacked @ weights.to(stacked.dtype), values
         coefficients = [term.coefficient_at(self.progress) for term in self.terms.values()]

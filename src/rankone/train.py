@@ -32,7 +32,7 @@ from rankone.components import DATA_INITS
 from rankone.config import DecompositionConfig
 from rankone.consolidate import consolidate
 from rankone.data import Data, batch_digest, batches, first_batch_digest, generator_for, to_device
-from rankone.errors import RankoneError, TrainingError
+from rankone.errors import BatchError, RankoneError, TrainingError
 from rankone.fast.compiled import kernels_digest
 from rankone.fast.step import FastStep
 from rankone.files import RunDirectory, fingerprint
@@ -44,6 +44,8 @@ from rankone.model import DecomposedModel
 from rankone.neurons import add_neurons
 from rankone.optim import Adam, learning_rate
 from rankone.patching import frozen
+from rankone.processes import current, refuse_coupled_rows
+from rankone.share import WHOLE, Share
 from rankone.step import Divergence, Step, faithfulness, set_gradients
 
 ENGINES: dict[str, type[Step]] = {"exact": Step, "fast": FastStep}
@@ -97,6 +99,8 @@ class Training:
         self.step = 0
         self.seconds = 0.0
         self.history: list[Record] = []
+        self.world = current()
+        self._stop = _Stop()
         self._divergence_name = described(divergence) if divergence is not None else config.divergence
 
     def run(self, *, resume: bool = False) -> None:
@@ -109,8 +113,12 @@ class Training:
             self.history = metrics.records
         finished = False
         try:
-            signals = (signal.SIGINT, signal.SIGTERM) if self.directory is not None else (signal.SIGINT,)
-            with self.ready(), _stop_on_signal(signals) as stop:
+            together = self.world.size > 1
+            saves = self.directory is not None or together
+            signals = (signal.SIGINT, signal.SIGTERM) if saves else (signal.SIGINT,)
+            with self.ready(), _stop_on_signal(self._stop, signals, once=not together):
+                if together:
+                    self._join()
                 if self.step == 0:
                     if self.config.init in DATA_INITS:
                         first = batches(self.data, self.config.seed, stream="init")
@@ -125,9 +133,10 @@ class Training:
                         self._measure()
                     if self.start is not None:  # last: what was learned has its units already
                         load_earlier(self.model, self.start)
+                self._take_over_from_leader()
                 if self.config.relative:
                     self._use_measured()
-                self._loop(metrics, stop)
+                self._loop(metrics)
             finished = True
         finally:
             if metrics is not None:
@@ -152,20 +161,22 @@ class Training:
     def take_step(self, index: int, batch: Any) -> tuple[Step, Tensor, dict[str, Tensor]]:
         """One update of all trained parameters; returns the step, its total loss and the terms of that."""
         config = self.config.optimizer
-        step = self.make_step(index, batch)
+        part, share = self.world.share(batch)
+        step = self.make_step(index, part, share)
         total, terms = step.total()
         set_gradients(total, self.parameters, step.followers)
+        self._stop.agreed = self.world.average(self.parameters, self._stop.signum)
         if config.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, config.grad_clip)
         self.optimizer.update(learning_rate(config, index, self.config.steps))
         return step, total, terms
 
-    def make_step(self, index: int, batch: Any) -> Step:
+    def make_step(self, index: int, batch: Any, share: Share = WHOLE) -> Step:
         progress = index / self.config.steps
         seed = self.config.seed
         return self.engine(
             self.model, batch, self.losses, self.divergence, seed=seed, index=index, progress=progress,
-            masks=self.config.masks, memory=self.memory, balance=self.balance,
+            masks=self.config.masks, memory=self.memory, balance=self.balance, share=share,
         )  # fmt: skip
 
     def _warm_up(self) -> None:
@@ -205,7 +216,7 @@ class Training:
             if name.startswith("unit/")
         }
 
-    def _loop(self, metrics: MetricsLog | None, stop: "_Stop") -> None:
+    def _loop(self, metrics: MetricsLog | None) -> None:
         config = self.config
         stream = batches(self.data, config.seed, start=self.step)
         began = time.perf_counter() - self.seconds
@@ -233,15 +244,16 @@ class Training:
                     self.observer(Progress(record, self.step, config.steps, now - began, pace))
                 last_time, last_step = now, self.step
             due = self.step % config.checkpoint_every == 0 or self.step == config.steps
-            if metrics is not None and (due or stop.signum):
+            signum = self._stop.agreed if self.world.size > 1 else self._stop.signum
+            if metrics is not None and (due or signum):
                 self.seconds = time.perf_counter() - began
                 path = self._save(metrics, total, batch)
-                if stop.signum and self.step < config.steps:
-                    raise Interrupted(self.step, config.steps, path, stop.signum)
-            elif stop.signum and self.step < config.steps:
+                if signum and self.step < config.steps:
+                    raise Interrupted(self.step, config.steps, path, signum)
+            elif signum and self.step < config.steps:
                 self.seconds = time.perf_counter() - began
                 self.optimizer.zero_grad()
-                raise Interrupted(self.step, config.steps, None, stop.signum)
+                raise Interrupted(self.step, config.steps, None, signum)
         self.seconds = time.perf_counter() - began
         self._refuse_non_finite_state()
         self.optimizer.zero_grad()
@@ -251,11 +263,14 @@ class Training:
         drawn = [to_device(batch, self.model.device) for batch in islice(stream, MEASURED_BATCHES)]
         generator = generator_for(self.config.seed, "consolidate", index)
         consolidate(self.model, drawn, self.optimizer, generator)
+        self._take_over_from_leader()
 
     def _record(self, step: Step, total: Tensor, terms: dict[str, Tensor]) -> Record:
         self._refuse_non_finite(step.index, total)
         with torch.no_grad():
-            sparsity = {name: l0(clipped(raw), step.weights_of(name)) for name, raw in step.raw.items()}
+            sparsity = {
+                name: l0(clipped(raw), step.weights_of(name), step.share) for name, raw in step.raw.items()
+            }
         return {
             "step": step.index,
             "lr": learning_rate(self.config.optimizer, step.index, self.config.steps),
@@ -298,7 +313,6 @@ class Training:
         assert self.directory is not None
         self._refuse_non_finite(self.step - 1, total)
         self._refuse_non_finite_state()
-        tensors = {f"parameter/{name}": p for name, p in self.model.named_tensors().items()}
         metrics_bytes, metrics_sha256 = metrics.sync()
         meta = self.identity | {
             "step": self.step,
@@ -307,13 +321,53 @@ class Training:
             "metrics_bytes": metrics_bytes,
             "metrics_sha256": metrics_sha256,
             "threads": torch.get_num_threads(),
+            "processes": self.world.size,
             "C": {name: layer.C for name, layer in self.model.layers.items()},
             "config": self.config.model_dump(mode="json"),
         }
-        tensors |= self.optimizer.tensors()
-        tensors |= {f"memory/{name}": t for name, t in self.memory.items()}
-        name = save_checkpoint(self.directory, tensors, meta, self.config.keep_checkpoints)
+        name = save_checkpoint(self.directory, self._state(), meta, self.config.keep_checkpoints)
         return str(self.directory.path / name)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Everything that training changes, but for the number of the step."""
+        parameters = {f"parameter/{name}": p for name, p in self.model.named_tensors().items()}
+        memory = {f"memory/{name}": t for name, t in self.memory.items()}
+        return parameters | self.optimizer.tensors() | memory
+
+    def _take_over(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
+        load_parameters(self.model, tensors)
+        self.optimizer.load(tensors)
+        self.memory = {
+            k.removeprefix("memory/"): t.to(self.model.device)
+            for k, t in tensors.items()
+            if k.startswith("memory/")
+        }
+        self.step, self.seconds = step, seconds
+
+    def _take_over_from_leader(self) -> None:
+        """Go on from the state of the process that leads, where there are several."""
+        if self.world.size == 1:
+            return
+        known = {"step": self.step, "seconds": self.seconds}
+        tensors, numbers = self.world.from_leader(self._state(), known)
+        if not self.world.leads:
+            self._take_over(tensors, int(numbers["step"]), numbers["seconds"])
+
+    def _join(self) -> None:
+        """Refuse what processes cannot do together, and begin where the leader does."""
+        known = self._identity()
+        if known["first_batch"] is None:
+            raise BatchError(
+                "The data gives other batches every time it is asked, and several processes must draw the "
+                "same. Make it a function of its generator, or a list; or use one process."
+            )
+        settings = self.config.model_dump(mode="json", exclude=set(self.config.descriptive))
+        known = {"settings": settings, "weights of the network": known["target"], "batches": known["first_batch"],
+                 "kernels": known["kernels"], "versions of torch": torch.__version__}  # fmt: skip
+        self.world.refuse_different(known)
+        first = to_device(next(batches(self.data, self.config.seed)), self.model.device)
+        refuse_coupled_rows(self.model, first)
+        self._take_over_from_leader()
 
     def _restore(self, directory: RunDirectory) -> tuple[int, str | None]:
         """Load the newest checkpoint; return how much of the metrics log belongs to it, and its digest."""
@@ -329,39 +383,34 @@ class Training:
         refuse_other_run(name, meta, self.identity | {"last_batch": last}, self.config)
         # The order of summation, and with it the last bit, depends on the number of threads.
         torch.set_num_threads(meta["threads"])
-        load_parameters(self.model, tensors)
-        self.optimizer.load(tensors)
-        self.memory = {
-            k.removeprefix("memory/"): t.to(self.model.device)
-            for k, t in tensors.items()
-            if k.startswith("memory/")
-        }
-        self.step, self.seconds = meta["step"], meta["seconds"]
+        self._take_over(tensors, meta["step"], meta["seconds"])
         return meta["metrics_bytes"], meta["metrics_sha256"]
 
 
 class _Stop:
     signum: int = 0
+    agreed: int = 0
+    """What all processes that train together know of."""
 
 
 @contextmanager
-def _stop_on_signal(signals: tuple[signal.Signals, ...]) -> Iterator[_Stop]:
-    """Turn the first of these signals into a request to save and stop; a second one acts as usual."""
-    stop = _Stop()
+def _stop_on_signal(stop: _Stop, signals: tuple[signal.Signals, ...], *, once: bool) -> Iterator[None]:
+    """Turn the first of these signals into a request to save and stop; a second one acts as usual, unless
+    it comes from torchrun, which passes on what the terminal has told everybody already."""
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
     before = {s: signal.getsignal(s) for s in signals}
 
     def handle(signum: int, frame: FrameType | None) -> None:
         stop.signum = signum
-        for s, handler in before.items():
+        for s, handler in before.items() if once else ():
             signal.signal(s, handler)
 
     for s in before:
         signal.signal(s, handle)
     try:
-        yield stop
+        yield
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)

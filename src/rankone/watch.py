@@ -21,11 +21,12 @@ from rankone.collection.split import half_of
 from rankone.console import ParallelDisplay, print_notes, print_seeds, print_table
 from rankone.files import RunDirectory
 from rankone.paper.plan import RunSpec, keeper, missing_runs
+from rankone.processes import Together, current
 from rankone.progress import RunDisplay
 from rankone.report.page import can_report, write_report
-from rankone.runs.config import RunConfig
+from rankone.runs.config import RunConfig, parse_config
 from rankone.runs.many import MOST_JOBS, MOST_SEEDS, ParallelRun, bounded, jobs_for, run_all, seed_runs
-from rankone.runs.run import cores, program, run, with_threads
+from rankone.runs.run import cores, follow, program, run, with_threads
 from rankone.runs.summary import Summary
 from rankone.terminal import READER_GONE, note, say, write_text
 from rankone.trackers import refuse_unusable, together, tracking
@@ -62,7 +63,8 @@ def run_one(
     tell: Callable[..., None] = (lambda *_: None) if quiet else note
     if not quiet:
         print_notes(config)
-    tell(f"{_title(config)}, seed {config.seed}, {config.steps:,} steps, into {out}")
+    shared = f", {current().size} processes" * (current().size > 1)
+    tell(f"{_title(config)}, seed {config.seed}, {config.steps:,} steps{shared}, into {out}")
     if resume:
         newest = _newest_checkpoint(out)
         tell(f"Resuming from {newest.name}." if newest else "There is no checkpoint yet: starting at step 0.")
@@ -88,6 +90,15 @@ def run_one(
     except (KeyboardInterrupt, Terminated) as stop:  # before or after training: there is nothing to save
         note(f"\nInterrupted. {go_on}" if (out / "config.yaml").exists() else "\nInterrupted.")
         raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)) from None
+
+
+def follow_leader(world: Together) -> None:
+    """Do what the leading process announces, and say nothing."""
+    try:
+        for settings in world.announced():
+            follow(parse_config(settings, source=f"What process 0 told process {world.rank}"))
+    except Interrupted as stop:
+        raise SystemExit(128 + stop.signum) from None
 
 
 def run_seeds(

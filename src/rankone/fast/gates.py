@@ -6,7 +6,7 @@ very few rows, no numba), and the caller then takes the plain way. The random nu
 the same on both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from rankone.errors import TrainingError
 from rankone.fast.compiled import kernels
 from rankone.importance import LEAK, ImportanceFunction, MLPImportance
 from rankone.masks import MaskSettings
+from rankone.share import WHOLE, Share, place_of
 from rankone.step import Penalty
 
 FEWEST_ROWS = 64
@@ -49,6 +50,7 @@ def gated(
     penalty: Penalty | None = None,
     masks: MaskSettings | None = None,
     prices: Mapping[str, float] | None = None,
+    share: Share = WHOLE,
 ) -> tuple[dict[str, Gated], Float[Tensor, ""] | None]:
     """What interpolated gates say, for the layers to which that applies; and the penalty of those
     layers.
@@ -69,8 +71,9 @@ def gated(
     factors = [(prices or {}).get(name, 1.0) for name in served]
     # One function for all layers: in a small network, calling it costs as much as what it computes.
     total, *outputs = _GatesAndMasks.apply(
-        keys, masks or MaskSettings(), penalty or Penalty(0.0), weights, factors, *inputs
-    )
+        keys, masks or MaskSettings(), penalty or Penalty(0.0), weights, factors, _ranges(inputs[::5], share),
+        *inputs,
+    )  # fmt: skip
     layers: dict[str, Gated] = {}
     for i, (name, (_, h, *_)) in enumerate(served.items()):
         wide = outputs[3 * i : 3 * i + 3]
@@ -78,9 +81,22 @@ def gated(
     return layers, None if penalty is None else total
 
 
+def _ranges(inner: Sequence[Tensor], share: Share) -> list[Any] | None:
+    """From where to where inner activations of each layer reach in the whole batch, where this is a share."""
+    if share.place is None:
+        return None
+    with torch.no_grad():
+        ends = torch.cat([torch.cat([-h.amin(0), h.amax(0)]) for h in inner])
+        ends = share.largest(ends).split([2 * h.shape[1] for h in inner])
+    return [(-both[: len(both) // 2].numpy(), both[len(both) // 2 :].numpy()) for both in ends]
+
+
 def _applies(gate: Gate) -> bool:
     importance, h, *_ = gate
+    place = place_of(gate.key)
     rows = h.numel() // h.shape[-1]
+    if place is not None:  # which gates are interpolated depends on the whole batch, too
+        rows = rows // place.here * place.total
     return (
         type(importance) is MLPImportance
         and h.device.type == "cpu"
@@ -113,6 +129,7 @@ class _GatesAndMasks(torch.autograd.Function):
         penalty: Penalty,
         weights: list[Tensor | None],
         prices: list[float],
+        ranges: list[Any] | None,
         *inputs: Tensor,
     ) -> Any:
         compiled, threads = kernels(), torch.get_num_threads()
@@ -132,11 +149,17 @@ class _GatesAndMasks(torch.autograd.Function):
             per_row = np.full(rows, 1 / rows, np.float32) if own is None else own.float().contiguous().numpy()
             if prices[i] != 1:  # in the kernel the weights of rows serve the penalty alone
                 per_row = per_row * np.float32(prices[i])
-            settings = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32), *rule, per_row, *shape
+            place = place_of(key)
+            each = 0 if place is None else rows // place.here
+            here = (0, rows) if place is None else (place.before * each, place.total * each)
+            counted = (np.uint32(number) for number in (key & 0xFFFFFFFF, key >> 32, *here))
+            settings = *counted, *rule, per_row, *shape
             wide = [h.new_empty(C, rows) for _ in range(3)]
             raw, mask, masked = (t.numpy() for t in wide)
             penalties = np.empty(C, np.float32)
-            nodes = np.empty((C, rows), np.float32), *np.empty((2, C), np.float32), np.empty(C, np.int32)
+            low, high = np.empty((2, C), np.float32) if ranges is None else ranges[i]
+            given = np.full(C, 0 if ranges is None else -1, np.int32)
+            nodes = np.empty((C, rows), np.float32), low, high, given
             compiled.gate_forward(threads, columns, *gate, *settings, raw, mask, masked, penalties, *nodes)
             ctx.layers.append((columns, *gate[:3], *settings, raw, mask, *nodes))
             outputs += [t.T for t in wide]
@@ -155,7 +178,7 @@ class _GatesAndMasks(torch.autograd.Function):
         assert compiled is not None
         to_penalty, *to_outputs = grads
         scale = np.float32(0 if to_penalty is None else to_penalty.item())
-        to_inputs: list[Tensor | None] = [None, None, None, None, None]
+        to_inputs: list[Tensor | None] = [None] * 6
         for i, layer in enumerate(ctx.layers):
             to_wide = to_outputs[3 * i : 3 * i + 3]
             if to_penalty is None and all(g is None for g in to_wide):

@@ -146,14 +146,16 @@ def _power(x: Any, p: Any) -> Any:
 @_loops(pipeline_class=_Unaliased)
 def _forward(
     begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any, key0: Any, key1: Any,
-    r_scale: Any, r_offset: Any, leak: Any,
+    before: Any, all_rows: Any, r_scale: Any, r_offset: Any, leak: Any,
     row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any,
     raw: Any, mask: Any, masked: Any, penalty: Any,
     slopes: Any, low: Any, width: Any, nodes: Any,
 ) -> None:  # fmt: skip
     """Raw importances, stochastic masks and masked inner activations from inner activations h.
 
-    All are `[C, rows]`. `r_scale`, `r_offset` and `leak` are the settings of masks: a leak of 0 stands for
+    All are `[C, rows]`, which may be those of a larger batch that begin at `before` of its `all_rows`:
+    random numbers are numbered in the whole of it. Where `nodes` is below 0, `low` and `width` say from
+    where to where h reaches in the whole. `r_scale`, `r_offset` and `leak` are the settings of masks: a leak of 0 stands for
     the straight-through sigmoid. `penalty[c]` becomes the sum over rows of row_weights times the penalty of
     upper_leaky(raw) (see step.Penalty). Also fills in what the way back needs: the slope of the
     gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart
@@ -163,8 +165,8 @@ def _forward(
     rows = h.shape[1]
     d_gate = w_in.shape[1]
     for c in range(np.uint64(begin), np.uint64(end)):
-        smallest = h[c, 0]
-        largest = h[c, 0]
+        smallest = low[c] if nodes[c] < 0 else h[c, 0]
+        largest = width[c] if nodes[c] < 0 else h[c, 0]
         for r in range(rows):
             smallest = min(smallest, h[c, r])
             largest = max(largest, h[c, r])
@@ -215,7 +217,7 @@ def _forward(
                 slopes[c, r] = per_unit * (
                     (f4(3.0) * table[i, 3] * t + f4(2.0) * table[i, 2]) * t + table[i, 1]
                 )
-        first = u4(c * rows)
+        first = u4(c * all_rows + before)
         for r in range(rows):
             u = _source(u4(first + r), key0, key1, r_scale, r_offset)
             x = raw[c, r]
@@ -248,7 +250,7 @@ def _forward(
 @_loops()
 def _backward(
     begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any,
-    r_scale: Any, r_offset: Any, leak: Any, row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any,
+    before: Any, all_rows: Any, r_scale: Any, r_offset: Any, leak: Any, row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any,
     raw: Any, mask: Any, slopes: Any, low: Any, width: Any, nodes: Any,
     has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_masked: bool, to_masked: Any,
     to_penalty: Any,
@@ -259,7 +261,7 @@ def _backward(
     d_gate = w_in.shape[1]
     for c in range(np.uint64(begin), np.uint64(end)):
         to_gate = np.empty(rows, np.float32)
-        first = u4(c * rows)
+        first = u4(c * all_rows + before)
         for r in range(rows):
             x = raw[c, r]
             leaky = LEAK if x <= f4(0.0) else (f4(1.0) if x <= f4(1.0) else f4(0.0))
@@ -427,7 +429,7 @@ def spread(kernel: int, edges: Any, arguments: Any) -> None:
 
 
 _wide, _flat, _counts = types.float32[:, ::1], types.float32[::1], types.int32[::1]
-_numbers = types.uint32, types.uint32, *[types.float32] * 3, _flat, *[types.float32] * 4
+_numbers = *[types.uint32] * 4, *[types.float32] * 3, _flat, *[types.float32] * 4
 _kept = _wide, _flat, _flat, _counts
 _gradient = types.boolean, _wide
 

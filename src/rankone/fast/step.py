@@ -70,7 +70,8 @@ class FastStep(Step):
             name: Gate(f, self.inner[name], self.mask_key(name, 0), self._flat_weights(name))
             for name, f in functions.items()
         }
-        self._gated, self._penalty = gated(gates, self._shape, self.mask_settings, self._prices)
+        self._gated, penalty = gated(gates, self._shape, self.mask_settings, self._prices, self.share)
+        self._penalty = None if penalty is None else self.share.shared(penalty)
         return {
             name: self._gated[name].raw if name in self._gated else f(self.inner[name])
             for name, f in functions.items()
@@ -131,15 +132,16 @@ class FastStep(Step):
             return super().distance(output)
         # The same number in as few operations as there can be: in a small network they are what costs.
         if self.weights is None:
-            return F.mse_loss(output, self.clean.output)
+            return self.share.shared(F.mse_loss(output, self.clean.output))
         if self._scaled_target is None:
             each = weights_for(self.weights, output.shape[:-1]).to(output.dtype)  # raises if they do not fit
-            total = each.numel() // len(self.weights) if self.weights.dim() == 1 else each.sum()
+            positions = each.numel() // len(self.weights)
+            total = positions if self.weights.dim() == 1 else self.share.mean(each.sum())
             scale = (each / (total * output.shape[-1])).sqrt().unsqueeze(-1)
             scale = torch.empty_like(output).copy_(scale)  # in full: broadcasting is slower than reading it
             self._scaled_target = scale, scale * self.clean.output
         scale, target = self._scaled_target
-        return F.mse_loss(scale * output, target, reduction="sum")
+        return self.share.shared(F.mse_loss(scale * output, target, reduction="sum"))
 
     def penalty(self, shape: Penalty, prices: Mapping[str, float] | None = None) -> Float[Tensor, ""]:
         factors = prices or {}

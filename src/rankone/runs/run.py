@@ -39,6 +39,7 @@ from rankone.files import RunDirectory, fingerprint, sha256
 from rankone.metrics import Pattern
 from rankone.metrics_log import Observer, parse_metrics, read_prefix
 from rankone.model import DecomposedModel
+from rankone.processes import current
 from rankone.runs.config import RunConfig, parse_config, real_differences
 from rankone.runs.summary import Summary
 from rankone.settings import to_yaml
@@ -94,6 +95,7 @@ def run(
             start = earlier_parameters(earlier, f"{DECOMPOSITION}/{COMPONENTS}", fingerprint(model.target))
         data = config.target.data(config.batch_size)
         divergence = config.target.divergence
+        current().announce(to_yaml(config))
         result = train(
             model,
             data,
@@ -105,6 +107,13 @@ def run(
             start=start,
         )
         return complete(directory, config, result, say=say, report=report)
+
+
+def follow(config: RunConfig) -> None:
+    """Train along in a run that another process leads, which alone writes it down."""
+    torch.set_num_threads(config.threads)
+    model = build(config.target.load(), config.layers, config, config.getter)
+    train(model, config.target.data(config.batch_size), config, divergence=config.target.divergence)
 
 
 def complete(
