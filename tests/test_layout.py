@@ -101,6 +101,7 @@ ORDER = [
     "runs.many",
     "runs.kept",
     "runs",
+    "plan",
     "report.alive",
     "report.page",
     "view.runs",

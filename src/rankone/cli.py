@@ -17,7 +17,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from rankone import terminal, using_commands
-from rankone.config_commands import config_app
+from rankone.config_commands import config_app, plan
 from rankone.errors import ConfigError
 from rankone.options import (
     Against,
@@ -46,6 +46,7 @@ app = App(
 )
 app.register_install_completion_command()
 app.command(config_app)
+app.command(plan)
 app.command(using_commands.cluster)
 app.command(using_commands.view)
 

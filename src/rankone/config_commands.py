@@ -1,10 +1,12 @@
-"""The commands that look at settings: `rankone config show` and `rankone config explain`."""
+"""The commands that look at settings: `rankone config show`, `rankone config explain`, `rankone plan`."""
+
+from json import dumps as to_json
 
 from cyclopts import App
 
 from rankone import terminal
 from rankone.errors import ConfigError
-from rankone.options import Experiment, Override, Preset, Seed, Steps, assignments
+from rankone.options import AsJson, Experiment, Model, Override, Preset, Seed, Steps, assignments, given
 
 config_app = App(name="config", help="Look at settings.")
 
@@ -64,3 +66,69 @@ def explain(*what: str) -> None:
         for one in known
         if not wanted or any(one[0] == word or one[0].startswith(f"{word}.") for word in wanted)
     )
+
+
+def plan(
+    experiment: Experiment,
+    /,
+    *settings: Override,
+    preset: Preset = None,
+    seed: Seed = None,
+    steps: Steps = None,
+    processes: int = 1,
+    device_peak: float | None = None,
+    bandwidth: float | None = None,
+    link: float | None = None,
+    memory: float | None = None,
+    model: Model = None,
+    json: AsJson = False,
+) -> None:
+    """Say what a run will decompose and what it will cost: memory by part, time per step and in total.
+
+    Here a few real steps are timed. For another machine, products and bytes are counted.
+
+    Parameters
+    ----------
+    processes
+        Processes that share every batch.
+    device_peak
+        TFLOP/s of another machine, for each process; needs --bandwidth.
+    bandwidth
+        GB/s between its processor and its memory.
+    link
+        GB/s between its processes.
+    memory
+        GB that each process may use; what is free here if not given.
+    """
+    from rankone import console
+    from rankone.plan import Machine, make_plan
+    from rankone.runs.choose import chosen_run
+    from rankone.runs.run import load_warning
+    from rankone.targets.own import named_by
+
+    machine = None
+    if device_peak is not None or bandwidth is not None:
+        if device_peak is None or bandwidth is None:
+            raise ConfigError("Another machine needs both --device-peak TFLOP/s and --bandwidth GB/s.")
+        machine = Machine(device_peak, bandwidth, link)
+    for name, value in (
+        ("device-peak", device_peak),
+        ("bandwidth", bandwidth),
+        ("link", link),
+        ("memory", memory),
+    ):
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"--{name} is {value:g}; expected a number above 0.")
+    with given(experiment if named_by(experiment) else model):
+        config, _ = chosen_run(
+            experiment, None, resume=False, seeds=None, preset=preset, seed=seed, steps=steps,
+            assignments=assignments(settings),
+        )  # fmt: skip
+        found = make_plan(config, processes=processes, machine=machine, memory=memory)
+    if json:
+        terminal.write_text(to_json(found.to_json(), indent=2) + "\n")
+        return
+    console.print_plan(found)
+    warning = load_warning(config.threads) if machine is None else None
+    if warning is not None:
+        terminal.note(f"{warning} So were the steps that were timed.")

@@ -26,7 +26,8 @@ from rankone.measures import ATTACK_STEPS
 from rankone.metrics import wilson
 from rankone.paper.figures import Reproduction
 from rankone.paper.tables import Table as ResultTable
-from rankone.progress import pace
+from rankone.plan import Plan
+from rankone.progress import duration, pace
 from rankone.report.page import can_report
 from rankone.runs.config import PRESETS, RunConfig
 from rankone.runs.many import ParallelRun
@@ -296,3 +297,44 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     found = verdict(diagnosis)
     why = f", because {'; '.join(found.reasons)}" if found.good is None else ""
     say(("\nVerdict", "bold"), f": {found.word}{why}.")
+
+
+def print_plan(plan: Plan) -> None:
+    """What a run decomposes, and what it takes."""
+    say(f"{plan.experiment}, preset {plan.preset}: {how_many(len(plan.layers))}, {plan.steps:,} steps")
+    rows = [
+        (name, " x ".join(map(str, of["shape"])), f"{of['C']:,}", f"{of['parameters']:,}" if of["parameters"] else
+         "shared") for name, of in plan.layers.items()
+    ]  # fmt: skip
+    output.print(table(("matrix", "shape", "C", "parameters"), rows, left=2))
+    say(
+        f"{plan.target_parameters:,} parameters in the network, {plan.trained_parameters:,} to train, a batch of "
+        f"{plan.rows:,} rows in {plan.processes} process{'es' * (plan.processes > 1)}"
+    )
+    say(f"Memory of a process ({plan.how}):")
+    output.print(table(("", ""), [(name, amount(size, "B")) for name, size in plan.memory.items()]))
+    step = plan.per_step
+    sent = f", {amount(step['sent'], 'B')} sent" if plan.processes > 1 else ""
+    say(
+        f"A step: {step['ms']:.3g} ms ({plan.how}); in plain torch it is {amount(step['products'], 'FLOP')} of "
+        f"products and {amount(step['moved'], 'B')} moved{sent}"
+    )
+    say(f"Training in all: {duration(plan.seconds)}, without evaluation and report")
+    if plan.fits is False:
+        say(
+            f"It does not fit: {amount(plan.total_memory, 'B')} of {amount(plan.available or 0, 'B')}. {plan.advice}"
+        )
+    elif plan.fits:
+        say(f"It fits: {amount(plan.total_memory, 'B')} of {amount(plan.available or 0, 'B')}")
+
+
+def how_many(layers: int) -> str:
+    return f"{layers} matri{'ces' if layers != 1 else 'x'}"
+
+
+def amount(number: float, unit: str) -> str:
+    """A large number as people read it: 1.2 GB."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.0f} {unit}"
