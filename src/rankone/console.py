@@ -332,7 +332,7 @@ def how_many(layers: int) -> str:
     return f"{layers} matri{'ces' if layers != 1 else 'x'}"
 
 
-def amount(number: float, unit: str) -> str:
+def amount(number: float | int, unit: str) -> str:
     """A large number as people read it: 1.2 GB."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:

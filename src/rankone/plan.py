@@ -152,7 +152,7 @@ def make_plan(
     return plan if plan.fits is not False else replace(plan, advice=_advice(plan))
 
 
-def _on(machine: Machine, counted: Count, parameters: float, sent: float) -> float:
+def _on(machine: Machine, counted: Count, parameters: int, sent: float) -> float:
     """Milliseconds of a step at the peak of a machine."""
     if sent and machine.link is None:
         raise ConfigError("Several processes send each other gradients: say how fast with --link GB/s.")

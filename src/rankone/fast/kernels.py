@@ -155,12 +155,12 @@ def _forward(
 
     All are `[C, rows]`, which may be those of a larger batch that begin at `before` of its `all_rows`:
     random numbers are numbered in the whole of it. Where `nodes` is below 0, `low` and `width` say from
-    where to where h reaches in the whole. `r_scale`, `r_offset` and `leak` are the settings of masks: a leak of 0 stands for
-    the straight-through sigmoid. `penalty[c]` becomes the sum over rows of row_weights times the penalty of
-    upper_leaky(raw) (see step.Penalty). Also fills in what the way back needs: the slope of the
-    gate at every datapoint (`slopes`), where each subcomponent's nodes begin (`low`), how far apart
-    they are (`width`) and how many there are (`nodes`; 0 where none are used, and then there are no
-    slopes either).
+    where to where h reaches in the whole. `r_scale`, `r_offset` and `leak` are the settings of masks: a
+    leak of 0 stands for the straight-through sigmoid. `penalty[c]` becomes the sum over rows of
+    row_weights times the penalty of upper_leaky(raw) (see step.Penalty). Also fills in what the way
+    back needs: the slope of the gate at every datapoint (`slopes`), where each subcomponent's nodes
+    begin (`low`), how far apart they are (`width`) and how many there are (`nodes`; 0 where none are
+    used, and then there are no slopes either).
     """
     rows = h.shape[1]
     d_gate = w_in.shape[1]
@@ -250,7 +250,8 @@ def _forward(
 @_loops()
 def _backward(
     begin: int, end: int, h: Any, w_in: Any, b_in: Any, w_out: Any, key0: Any, key1: Any,
-    before: Any, all_rows: Any, r_scale: Any, r_offset: Any, leak: Any, row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any,
+    before: Any, all_rows: Any, r_scale: Any, r_offset: Any, leak: Any,
+    row_weights: Any, p: Any, eps: Any, saturation: Any, gamma: Any,
     raw: Any, mask: Any, slopes: Any, low: Any, width: Any, nodes: Any,
     has_raw: bool, to_raw: Any, has_mask: bool, to_mask: Any, has_masked: bool, to_masked: Any,
     to_penalty: Any,
