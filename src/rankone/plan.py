@@ -210,6 +210,7 @@ def count_step(config: RunConfig, model: Any, batch: Batch, rows: int) -> Count:
     """What a step in plain torch needs on so many rows of a batch."""
     total = place_in(batch, 0, 1).total
     few, more = (min(n, total) for n in COUNTED_ROWS)
+    _counted(config, model, rows_of(batch, Place(1, 0, total)))  # the first pass of a network looks around
     if few == more or rows <= few:
         return _counted(config, model, rows_of(batch, Place(rows, 0, total)))
     first, second = (_counted(config, model, rows_of(batch, Place(n, 0, total))) for n in (few, more))
