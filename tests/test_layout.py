@@ -60,6 +60,7 @@ ORDER = [
     "text_measures",
     "cooccurrence",
     "clusters",
+    "attribution",
     "edited",
     "using",
     "fast.kernels",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from rankone import clusters, looking
+from rankone.attribution import attributions
 from rankone.clusters import Components
 from rankone.config import DecompositionConfig
-from rankone.data import Data
+from rankone.data import Batch, Data
 from rankone.edited import Edited, Part, by_layer, members_of
 from rankone.editing import AblatedModel, Choice, Factors, edited_copy, edits
 from rankone.looking import LOOK_AT, Grouping
@@ -63,6 +64,11 @@ class Usable:
                  applies to it; the others go through the original
         """
         return Edited(self.model, edits(self.model, None, None, by_layer(self.model, factors)), where)
+
+    def attributions(self, batch: Batch, *, count: int = 30, checked: int = 10) -> Table:
+        """Which earlier subcomponents drive which later ones on these datapoints: the `count` strongest
+        edges, the first `checked` of them also by ablation."""
+        return attributions(self.model, batch, count=count, checked=checked)
 
     def compare(self, other: "Usable", data: Data | None = None, *, n_batches: int = 4) -> "Comparison":
         """Match its subcomponents with those of another decomposition of the same network."""
