@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import oracle_components
 import rankone
 from conftest import rankone_main
-from rankone.clusters import cluster
+from rankone.clusters import ALPHA, cluster
 from rankone.collection import ENTRIES, network, true_decomposition
 from rankone.collection.grouping import (
     adjusted_rand,
@@ -233,6 +233,7 @@ def test_the_command(tmp_path, capsys):
     rankone_main(["cluster", str(tmp_path / "run"), "--batches", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["components"][0]["members"][0][0] in ("embed", "unembed")
+    assert found["alpha"] == ALPHA
     with pytest.raises(SystemExit):
         rankone_main(["cluster", str(tmp_path / "run"), "--alpha", "-1"])
     assert "alpha is -1" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from torch import nn
 import rankone
 from conftest import small_mlp
 from rankone import RankoneError, WeightedBatch
+from rankone.data import OtherRows
 from rankone.files import load_sealed
 from rankone.processes import place_in, refuse_coupled_rows, rows_of
 from rankone.share import Place
@@ -243,3 +244,11 @@ def test_one_that_never_arrives_is_named(tmp_path):
     ended = finish(alone, timeout=60)
     assert ended[0][0] == 1
     assert "Process 1 of 2 did not arrive within 3 s" in " ".join(ended[0][2].split())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_that_are_not_to_be_explained_stay_so_in_every_process(size):
+    whole = OtherRows(torch.arange(10.0).reshape(5, 2), torch.ones(5), 3)
+    parts = [rows_of(whole, place_in(whole, rank, size), even=False) for rank in range(size)]
+    assert torch.equal(torch.cat([part.explained() for part in parts]), whole.explained())
+    assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)

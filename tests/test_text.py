@@ -295,7 +295,7 @@ class TestBadInput:
             ([], "The corpus is empty"),
             ([""], "The corpus has 1 tokens, fewer than one passage of length=16"),
             (["the cat"], r"fewer than one passage of length=16. Give more text or a smaller length"),
-            ("nowhere.txt", r"There is no file or folder nowhere.txt. To give text itself, pass a list"),
+            ("nowhere.txt", r"There is no file or folder 'nowhere.txt'. To give text itself, pass a list"),
             ([{"body": "x"}], r"A row has body and no 'text'. Name its text with column="),
             ([3.5], "A document is 3.5; expected a text or token ids"),
             ([[-1, 3]], "-1 is no token id"),
@@ -490,6 +490,27 @@ class TestTargeted:
             drop={"model.layers.1.mlp.up_proj": [3]}, data=both.target, other=both.other
         )
         assert len(edited.side_effects) == 2
+
+    def test_positions_that_do_not_count_are_still_read(self, tokenizer):
+        """Only the last position of a prompt is explained, and the model sees all of it."""
+
+        def last(ids):
+            return torch.arange(ids.shape[1]).expand(ids.shape) == ids.shape[1] - 1
+
+        prompts = rankone.text([WORDS * 4], tokenizer, length=8, batch_size=2, where=last)
+        data = rankone.targeted(prompts, rankone.text([WORDS * 20], tokenizer, length=16, batch_size=3))
+        batch = next(batches(data, 0))
+        assert batch.weights[:2].sum(1).tolist() == [1, 1]
+        attended = batch.inputs["attention_mask"]
+        assert attended[:2].sum(1).tolist() == [8, 8]
+        assert attended[2:].all()
+        model = llama()
+        whole = model(batch.inputs["input_ids"][:2, :8]).logits
+        torch.testing.assert_close(model(**batch.inputs).logits[:2, :8], whole)
+        result = rankone.decompose(model, prompts, LAYERS, {"steps": 2}, progress=False)
+        found = result.examples("model.layers.1.mlp.up_proj", 3)
+        assert all(len(row["passage"].pieces) > 1 for row in found)
+        assert len(result.edited_text(drop={}, data=prompts).side_effects) == 1
 
     def test_it_needs_two_texts(self, both):
         with pytest.raises(

@@ -7,6 +7,7 @@ another order each time, and a resumed run draws exactly what it would have draw
 are held out: training never sees them, and everything that is measured is measured on them.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -223,13 +224,15 @@ def _loaded(tokenizer: Any) -> Any:
 
 
 def _paths(path: Path, files: str) -> list[Path]:
-    if path.is_dir():
+    if os.path.isdir(path):  # not path.is_dir(), which raises where a text is given, too long a name
         found = sorted(p for p in path.rglob(files) if p.is_file())
         if not found:
             raise BatchError(f"The folder {path} has no file {files}. Name them with files='*.md'.")
         return found
-    if not path.is_file():
-        raise BatchError(f"There is no file or folder {path}. To give text itself, pass a list: [text].")
+    if not os.path.isfile(path):
+        raise BatchError(
+            f"There is no file or folder {shown(str(path))}. To give text itself, pass a list: [text]."
+        )
     return [path]
 
 

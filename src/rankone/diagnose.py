@@ -16,6 +16,7 @@ from rankone.compare import compare
 from rankone.consolidate import observe, replacements
 from rankone.data import Batch, Data, batches, seed_for, tensors_of, to_device, weights_for
 from rankone.decomposition import Decomposition
+from rankone.errors import ConfigError
 from rankone.evaluate import evaluate, held_out
 from rankone.findings import Diagnosis, Identity, Numbers, findings
 from rankone.importance import clipped
@@ -100,6 +101,11 @@ def _agreement(
 ) -> dict[str, float]:
     if against is None:
         return {}
+    if against.config.seed == decomposition.config.seed:
+        raise ConfigError(
+            f"Both decompositions have seed {against.config.seed}, so that they agree says nothing. Make the "
+            "one to hold it against with another seed."
+        )
     layers = compare(decomposition, against, data, n_batches=n_batches, seed=seed).layers
     return {name: layer.agreement for name, layer in layers.items() if layer.agreement is not None}
 

@@ -34,7 +34,9 @@ def load_model(name: str | Path) -> nn.Module:
     where, options = _place(name)
     given = {} if options else {"use_safetensors": True}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(where, **options, **given)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            where, trust_remote_code=False, **options, **given
+        )
     except (OSError, ValueError, ImportError) as error:
         raise _cannot(name, "model", error) from error
     return model.eval()
@@ -49,7 +51,7 @@ def load_tokenizer(name: str | Path) -> Any:
     transformers = _transformers()
     where, options = _place(name)
     try:
-        return transformers.AutoTokenizer.from_pretrained(where, **options)
+        return transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError) as error:
         raise _cannot(name, "tokenizer", error) from error
 

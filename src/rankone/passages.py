@@ -96,8 +96,10 @@ def passages(model: DecomposedModel, layer: str, c: int, data: Text, count: int,
             on, total = on + float((row > IMPORTANT).sum()), total + float(there.sum())
             for token in its[row > IMPORTANT].tolist():
                 often[token] = often.get(token, 0) + 1
-            peak = int(row.argmax())
-            best.append((float(row[peak]), peak, key, its[there], row[there]))
+            if not bool(there.any()):
+                continue
+            peak, end = int(row.argmax()), int(there.nonzero()[-1]) + 1  # behind it is padding
+            best.append((float(row[peak]), peak, key, its[:end], row[:end].clamp(min=0)))
         best = sorted(best, key=lambda found: (-found[0], found[2]))[:count]
     return _table(data, layer, index, [b for b in best if b[0] > 0], on / max(total, 1), often)
 

@@ -9,7 +9,9 @@ rows, and what grows with rows is extended to the batch. Counted times are a flo
 import os
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +46,7 @@ class Machine(NamedTuple):
     bandwidth: float
     """GB/s between a processor and its memory."""
     link: float | None = None
-    """GB/s between processes."""
+    """GB/s between processes on other machines."""
 
 
 class Count(NamedTuple):
@@ -133,6 +135,7 @@ def make_plan(
         ms = _on(machine, counted, size, sent)
         how = f"counted for {machine.peak:g} TFLOP/s and {machine.bandwidth:g} GB/s, at its peak"
     available = available_memory() if memory is None and machine is None else None
+    available = None if available is None else available // processes  # they share this machine
     available = round(memory * 1e9) if memory is not None else available
     named = {
         name: {
@@ -174,7 +177,8 @@ def _advice(plan: Plan) -> str:
         rows = max(1, int(plan.rows * share * 0.9))
         return (
             f"Make batches smaller: about {share * 0.9:.0%} of this batch_size ({rows} rows instead of "
-            f"{plan.rows}) fits, or share them between {int(1 / max(share * 0.9, 1e-9)) + 1} processes."
+            f"{plan.rows}) fits, or share them between {int(1 / max(share * 0.9, 1e-9)) + 1} processes on other "
+            "machines."
         )
     largest = max(plan.layers, key=lambda name: plan.layers[name]["parameters"])
     return (
@@ -199,7 +203,7 @@ def _probe(config: RunConfig, model: Any, batch: Batch) -> float:
         for index in range(WARM + PROBE_STEPS):
             began = time.perf_counter()
             training.take_step(min(index, config.steps - 1), batch)
-            if index >= WARM or sum(times) > PROBE_SECONDS:
+            if index >= WARM:
                 times.append(time.perf_counter() - began)
             if sum(times) > PROBE_SECONDS:
                 break
@@ -220,7 +224,8 @@ def count_step(config: RunConfig, model: Any, batch: Batch, rows: int) -> Count:
 def _counted(config: RunConfig, model: Any, batch: Batch) -> Count:
     training = _training(config, model, engine="exact", relative=False)
     kept: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in training.parameters}
+    held = [*training.parameters, *model.target.state_dict().values()]
+    own = {t.untyped_storage().data_ptr() for t in held}
 
     def keep(t: Tensor) -> Tensor:
         place = t.untyped_storage().data_ptr()
@@ -239,6 +244,9 @@ def _counted(config: RunConfig, model: Any, batch: Batch) -> Count:
 
 def available_memory() -> int | None:
     """The memory of this machine that nobody uses, in bytes; None where the system does not tell."""
+    with suppress(OSError, StopIteration, ValueError):  # what files hold in memory can be had back
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows, macOS

@@ -26,7 +26,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from rankone.data import Batch, WeightedBatch, given_weights, inputs_of, tensors_of
+from rankone.data import Batch, OtherRows, WeightedBatch, given_weights, inputs_of, tensors_of
 from rankone.errors import BatchError, ConfigError, LayerError, RankoneError, TrainingError
 from rankone.model import DecomposedModel
 from rankone.share import WHOLE, Key, Place, Share
@@ -142,6 +142,12 @@ class Together(Alone):
         self.store.set(f"task/{self._announced}", text)
         self._announced += 1
 
+    def wait_for_all_to_leave(self) -> None:
+        """The store may be in this process: others may still have to read that there is nothing more."""
+        deadline = time.monotonic() + ASKED_FOR
+        while time.monotonic() < deadline and not self.store.check([f"left/{r}" for r in range(self.size)]):
+            time.sleep(0.05)
+
     def announced(self) -> Iterator[str]:
         """What the leader announces, one after another, for as long as that takes."""
         while True:
@@ -167,8 +173,6 @@ class Together(Alone):
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, RankoneError):
-                raise
             raise TrainingError(self._who_is_gone(error)) from error
 
     def _who_is_gone(self, error: Exception) -> str:
@@ -261,8 +265,10 @@ def joined() -> Iterator[Alone]:
     finally:
         _current = ALONE
         with suppress(RuntimeError):
+            world.store.set(f"left/{world.rank}", "")
             if world.leads:
                 world.announce("")  # there is nothing more to do
+                world.wait_for_all_to_leave()
             dist.destroy_process_group()
 
 
@@ -287,8 +293,6 @@ def _join() -> Together:
             time.sleep(0.05)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
-        if isinstance(error, RankoneError):
-            raise
         raise TrainingError(
             f"Process {rank} of {size} found no others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} within {patience:g} s ({str(error).partition(chr(10))[0][:200]})."
@@ -343,6 +347,10 @@ def rows_of(batch: Batch, place: Place, *, even: bool = True) -> Batch:
         taken: Any = {key: part(x) for key, x in inputs.items()}
     else:
         taken = tuple(part(x) for x in inputs) if isinstance(inputs, tuple | list) else part(inputs)
+    if isinstance(batch, OtherRows):
+        first = place.total - batch.others  # of the rows that are not to be explained
+        here = max(0, place.before + place.here - max(place.before, first))
+        return OtherRows(taken, batch.weights[rows], here)
     return taken if weights is None else WeightedBatch(taken, weights[rows])
 
 

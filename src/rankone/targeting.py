@@ -40,15 +40,16 @@ class Targeted:
         """One batch of two; where one is shorter, it is padded."""
         ids = [self.target.ids_of(first), self.other.ids_of(second)]
         there = [_there(batch, its) for batch, its in zip((first, second), ids, strict=True)]
+        chosen = [_counting(batch, its) for batch, its in zip((first, second), there, strict=True)]
         length = max(its.shape[1] for its in ids)
-        joined, counts = (
+        joined, attended, counts = (
             torch.cat([torch.nn.functional.pad(t, (0, length - t.shape[1])) for t in both])
-            for both in (ids, there)
+            for both in (ids, there, chosen)
         )
         inputs: Any = joined
         if self.target.keyword is not None:
             inputs = {self.target.keyword: joined, "use_cache": False}
-            inputs |= {} if bool(counts.all()) else {ATTENTION_MASK: counts.long()}
+            inputs |= {} if bool(attended.all()) else {ATTENTION_MASK: attended.long()}
         return OtherRows(inputs, counts, len(ids[1]))
 
     def output_of(self, model: Any) -> str | None:
@@ -64,12 +65,17 @@ class Targeted:
 
 
 def _there(batch: Batch, ids: Tensor) -> Tensor:
-    """Where a batch of text has data."""
-    if isinstance(batch, WeightedBatch):
-        return batch.weights.bool()
+    """Where a batch has text, and no padding."""
     inputs = inputs_of(batch)
+    if not isinstance(inputs, Mapping) and isinstance(batch, WeightedBatch):
+        return batch.weights.bool()  # nothing else says so to a model that takes ids alone
     mask = inputs.get(ATTENTION_MASK) if isinstance(inputs, Mapping) else None
     return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def _counting(batch: Batch, there: Tensor) -> Tensor:
+    """The positions that count: what was chosen of the text."""
+    return batch.weights.bool() if isinstance(batch, WeightedBatch) else there
 
 
 def targeted(target_data: Any, other_data: Any) -> Targeted:

@@ -20,7 +20,7 @@ from rankone import heads
 from rankone.adversary import Attack
 from rankone.config import DecompositionConfig
 from rankone.corpus import Text, continued, encoded, framed
-from rankone.data import call_with
+from rankone.data import call_with, given_weights, to_device
 from rankone.errors import BatchError, ConfigError, shown
 from rankone.importance import clipped
 from rankone.looking import fresh_batches
@@ -253,18 +253,21 @@ def side_effects(original: nn.Module, edited: nn.Module, texts: Mapping[str, Tex
     for name, data in texts.items():
         if not isinstance(data, Text):
             raise BatchError(f"other={shown(data)}; expected text, as rankone.text gives it.")
-        before = after = far = other = total = 0.0
+        before = after = far = other = total = pairs = 0.0
         stream = data.stream(0, 0, "evaluation")
         for _, batch in zip(range(n_batches), stream, strict=False):
-            ids = data.ids_of(batch)
+            batch = to_device(batch, next(original.parameters()).device)
+            ids, given = data.ids_of(batch), given_weights(batch)
+            there = torch.ones_like(ids, dtype=torch.bool) if given is None else given > 0
             log_p, log_q = (_log_probabilities(m, data, batch) for m in (original, edited))
-            following = ids[:, 1:].unsqueeze(-1)
-            before -= float(log_p[:, :-1].gather(-1, following).double().mean()) / n_batches
-            after -= float(log_q[:, :-1].gather(-1, following).double().mean()) / n_batches
-            far += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
-            other += float((log_p.argmax(-1) != log_q.argmax(-1)).sum())
-            total += ids.numel()
-        rows.append((name, before, after, far / total, other / total))
+            both, following = there[:, :-1] & there[:, 1:], ids[:, 1:].unsqueeze(-1)
+            before -= float(log_p[:, :-1].gather(-1, following)[both].double().sum())
+            after -= float(log_q[:, :-1].gather(-1, following)[both].double().sum())
+            pairs += int(both.sum())
+            far += float((log_p.exp() * (log_p - log_q)).sum(-1)[there].double().sum())
+            other += float((log_p.argmax(-1) != log_q.argmax(-1))[there].sum())
+            total += int(there.sum())
+        rows.append((name, before / max(pairs, 1), after / max(pairs, 1), far / total, other / total))
     head = ("text", "cross-entropy before", "after", "KL", "another likeliest token")
     return Table(head, rows, f"On {n_batches} held-out batches of each text.")
 

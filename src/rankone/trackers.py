@@ -48,6 +48,14 @@ class Tracker(ABC):
         return self.out.name
 
     @property
+    def id(self) -> str:
+        """What tells this run from all others, also from one that had the same directory before."""
+        manifest = self.out / "manifest.json"
+        if manifest.is_file():
+            return json.loads(manifest.read_text(encoding="utf-8"))["token"]
+        return hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
+
+    @property
     def project(self) -> str:
         return str(self.settings.get("experiment", "rankone"))
 
@@ -105,7 +113,7 @@ class WandB(Tracker):
         self.run = wandb.init(
             project=self.project,
             name=self.name,
-            id=hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16],
+            id=self.id,
             resume="allow",
             dir=str(self.out),
             mode=self.mode,  # pyright: ignore[reportArgumentType]
@@ -138,7 +146,8 @@ class Trackio(Tracker):
 
         self._finish = trackio.finish  # it also forgets the run that `init` remembers
         self.run = trackio.init(
-            project=self.project, name=self.name, config=dict(self.settings), resume="allow", embed=False,
+            project=self.project, name=f"{self.name}-{self.id[:6]}", config=dict(self.settings),
+            resume="allow", embed=False,
             auto_log_cpu=False, auto_log_gpu=False,
         )  # fmt: skip
 
@@ -183,7 +192,8 @@ def tracking(
             opened[name] = tracker
         for name in list(opened):
             try:
-                opened[name].log(numbers(progress), progress.record["step"])
+                with _quietly():
+                    opened[name].log(numbers(progress), progress.record["step"])
             except Exception as error:
                 del opened[name]
                 say(f"--track {name} stopped working ({_first_line(error)}); metrics.jsonl goes on.")

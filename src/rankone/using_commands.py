@@ -13,7 +13,7 @@ def cluster(
     directory: Directory,
     /,
     *,
-    alpha: float = 1.0,
+    alpha: float = 0.25,
     batches: int = 8,
     model: Model = None,
     json: AsJson = False,

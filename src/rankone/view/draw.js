@@ -92,7 +92,7 @@ function cells(rows, columns, value, say, { heat = false, cell = 12, tall = cell
 
 // A vector: bars where there are few entries, an image where its shape is known, else a wrapped strip.
 function vector(values, what, shape) {
-  const n = values.length, most = Math.max(...values.map(Math.abs), 1e-300);
+  const n = values.length, most = values.reduce((m, x) => Math.max(m, Math.abs(x)), 1e-300);
   if (shape) {
     const [channels, height, width] = shape, gap = channels > 1 ? 1 : 0;
     const place = (r, c) => Math.floor(c / (width + gap)) * height * width + r * width + c % (width + gap);
