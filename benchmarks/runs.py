@@ -20,12 +20,13 @@ from rankone.decomposition import build
 from rankone.importance import PerLayer
 from rankone.masks import uniform
 from rankone.model import DecomposedModel
-from rankone.runs.config import experiment_config, experiment_names
+from rankone.runs.config import experiment_config, experiment_file, experiment_names
 from rankone.targets import ResidualTarget
 from rankone.targets.sparse import SparseTarget
 from rankone.train import Training
 
-RUNS = (*sorted(experiment_names(), reverse=True), "plain_mlp", "digits", "encoder")
+PAPERS = [name for name in experiment_names() if "paper" in experiment_file(name).presets]
+RUNS = (*sorted(PAPERS, reverse=True), "plain_mlp", "digits", "encoder")
 
 LITERAL: dict[str, Callable[[Any, Any], literal.Network]] = {
     "tms": lambda target, model: literal.tms(target.n_identity),

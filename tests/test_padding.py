@@ -59,7 +59,7 @@ def padded(width: int) -> WeightedBatch:
 
 
 def result_of(model: nn.Module, width: int = 12, *, positions: bool = True):
-    config = {"steps": 30, "seed": 1}
+    config = {"steps": 30, "seed": 1, "init": "datapoints"}
     layers = {"wte": 6, "attn.*": 6, "fc": 6, "head": 6} | ({"wpe": 6} if positions else {})
     return rankone.decompose(model, [padded(width)], layers, config)
 
@@ -177,7 +177,7 @@ def test_the_attention_mask_of_a_dict_says_what_is_data(classes):
     """With embeddings of positions, whose one row serves all sentences."""
     output = "logits" if classes else "last_hidden_state"
     layers = {"*embeddings.*": 6, "*.0.*": 6}
-    config = {"steps": 10, "faithfulness_warmup": {"steps": 0}}
+    config = {"steps": 10, "faithfulness_warmup": {"steps": 0}, "init": "datapoints"}
     result = rankone.decompose(bert(classes), tokenized(12), layers, config, output=output)
     few, many = (evaluate(result, tokenized(width), n_batches=1) for width in (12, 48))
     close(few.l0, many.l0)

@@ -183,6 +183,8 @@ class _Fit:
 
     def __call__(self, members: list[int]) -> Replacement | None:
         seen = self.seen
+        if not len(self.directions):  # all inputs are 0
+            return None
         now, always = _costs(seen, members)
         rows = seen.on[:, members].any(1).nonzero().flatten()
         rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).long()]

@@ -198,8 +198,9 @@ class Step:
             )
         return self.mean(values)
 
-    def divergences(self, output: Tensor) -> Tensor:
-        """How far an output is from the clean one, as the divergence says it: a number per datapoint."""
+    def divergences(self, output: Tensor) -> Any:
+        """How far an output is from the clean one, as the divergence says it: a number per datapoint, if
+        it is a right one."""
         wide = torch.promote_types(output.dtype, torch.float32)
         masked, clean = output.to(wide), self.clean.output.to(wide)
         through = through_head(self.divergence)
