@@ -46,6 +46,8 @@ def shortened(words: list[str]) -> list[str]:
         return [*words, "--steps", "20", "batch_size=64"]
     if words[0] == "benchmark":
         return [*words, "steps=20"]
+    if words[0] == "view":
+        return [*words, "--no-open"]
     if words[0] != "run":  # what was changed is part of a run's name
         return [re.sub(r"(runs/.+)-(seed\d+)$", r"\1-batchsize64-steps20-\2", word) for word in words]
     if "--steps" in words:
@@ -70,6 +72,7 @@ def test_every_command_in_order(monkeypatch, tmp_path, capsys):
         "reproduce",
         "tune",
         "benchmark",
+        "view",
     }
     for command in COMMANDS:
         try:
