@@ -4,6 +4,7 @@ These are methods of a `Decomposition`, gathered here because they are about usi
 or keeping it. Each returns something that prints well and can be used further.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,9 @@ class Usable:
     model: DecomposedModel
     config: DecompositionConfig
 
+    @abstractmethod
     def data_or(self, data: Data | None) -> Data:
         """What was given, else the data that is at hand."""
-        raise NotImplementedError
 
     def ablated(
         self, keep: Choice | None = None, *, drop: Choice | None = None, scale: Factors | None = None
